@@ -1,0 +1,343 @@
+"""The weights stage: is every tensor there, and the same?  If not, which relation holds?  No model is built, no forward is run."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from bisect_hooks.family import Family, Setting
+from bisect_hooks.parallel import Parallel
+from bisect_hooks.site import Site
+from bisect_hooks.table import Cut, Made, Rule
+from bisect_tool.faults import Finding, Proof, Relation, span
+from bisect_tool.hf_directory import HuggingFaceDirectory
+from bisect_tool.judge import EXACT, Tolerance
+from bisect_tool.measure import Difference, measure
+from bisect_tool.relations import Blocks, Wrong, bits, even_cut, explain, same_bytes
+from bisect_tool.shards import DENSE_AXES, EXPERT_AXES, Shard, everywhere, stages_of, wrong_places
+from bisect_tool.torch_dist import TorchDist
+
+FAMILY_ROUNDING = Tolerance(0.0, "bytes equal after one rounding to the stored dtype")
+
+
+@dataclass(slots=True)
+class Audit:
+    """What an audit found and what it compared."""
+
+    findings: list[Finding] = field(default_factory=list)
+    minor: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    skipped: list[tuple[str, str]] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    tensors: int = 0
+    experts: int = 0
+
+
+@dataclass(frozen=True)
+class Auditor:
+    """One reference, one candidate, the family's table between them.
+
+    parallel  the layout the candidate was converted under; None when nobody says
+    off       config settings that differ, by module: what the candidate's own args switch off is no conversion's fault
+    """
+
+    family: Family
+    reference: HuggingFaceDirectory
+    candidate: TorchDist
+    parallel: Parallel | None
+    off: Mapping[str, Setting] = field(default_factory=dict)
+
+    def run(self) -> Audit:
+        audit = Audit()
+        dims = self.family.reference_dimensions(self.reference.config)
+        rules = self.rules(audit)
+        wrong: list[Wrong] = []
+        missing: list[tuple[Rule, Made]] = []
+        for rule in rules:
+            for made in rule.candidates:
+                stored = self.stored(rule, made)
+                if stored is None:
+                    missing.append((rule, made))
+                    continue
+                audit.tensors += 1
+                audit.experts += dims.experts if made.cut.expert and "linear_fc1" in made.name else 0
+                found = self.compare(rule, made, stored, audit)
+                if found is not None:
+                    wrong.append(found)
+        self._total(rules, missing, audit)
+        if wrong:
+            self.explain(wrong, audit)
+        audit.findings = [self._placed(finding) for finding in audit.findings]
+        return audit
+
+    def rules(self, audit: Audit) -> list[Rule]:
+        """The table; with MTP where the candidate's args have it, else MTP is left out and said."""
+        dims = self.family.reference_dimensions(self.reference.config)
+        args = self.candidate.args
+        has = any(key.startswith("mtp.") for key in self.candidate.tensors)
+        mtp = bool(args.get("mtp_num_layers")) if args else has
+        names = self.reference.names
+        promised = [name for name in names if name.startswith("mtp.")]
+        if promised and not mtp and not has:
+            audit.skipped.append(("mtp.*", f"left out by the candidate's flags (mtp_num_layers is not set): {len(promised)} tensors"))
+        rules = self.family.rules(dims, self.candidate.layout, names, mtp=(mtp or has) and bool(promised))
+        return rules
+
+    def stored(self, rule: Rule, made: Made) -> str | None:
+        names = [made.name, *(alias for name, alias in rule.aliases if name == made.name)]
+        return next((name for name in names if name in self.candidate.tensors), None)
+
+    def expected(self, rule: Rule, made: Made) -> torch.Tensor:
+        """What the table makes of the reference, in the reference's dtype."""
+        return rule.forward([self.reference.read(name) for name in rule.references])[made.name]
+
+    def compare(self, rule: Rule, made: Made, stored: str, audit: Audit) -> Wrong | None:
+        expected, candidate = self.expected(rule, made), self.candidate.read(stored)
+        if rule.site.module in ("embedding", "lm_head") and candidate.shape[0] > expected.shape[0]:
+            audit.notes.append(f"{stored} has {candidate.shape[0] - expected.shape[0]} padding rows, not compared")
+            candidate = candidate[: expected.shape[0]].contiguous()
+        if candidate.shape != expected.shape:
+            audit.findings.append(self._shape_finding(rule, made, stored, expected, candidate))
+            return None
+        wide = torch.promote_types(expected.dtype, candidate.dtype)
+        if same_bytes(expected.to(wide), candidate.to(wide)):
+            return None
+        cast = expected.to(candidate.dtype)
+        if made.fp32 and same_bytes(expected.to(torch.bfloat16).to(wide), candidate.to(wide)):
+            audit.minor.append(self._rounded(rule, stored, measure(expected, candidate)))
+            return None
+        if candidate.dtype != expected.dtype and same_bytes(cast, candidate):
+            audit.notes.append(f"{stored} is the reference rounded once, {_short(expected.dtype)} to {_short(candidate.dtype)}")
+            return None
+        if rule.op.lossy and candidate.dtype == expected.dtype:
+            pass  # the row rounds in the direction of the conversion, and `expected` was made that way
+        return Wrong(rule, made, stored, cast, candidate, measure(expected, candidate))
+
+    def explain(self, wrong: list[Wrong], audit: Audit) -> None:
+        """Adds a finding for each wrong tensor, with the relation that reproduces it."""
+        keys = [(rule, made) for rule in self.rules(Audit()) for made in rule.candidates]
+        of = {made.name: (rule, made) for rule, made in keys}
+        dtype = {one.made.name: one.candidate.dtype for one in wrong}
+
+        @lru_cache(maxsize=8)
+        def expected(name: str) -> torch.Tensor:
+            tensor = self.expected(*of[name])
+            return tensor.to(dtype.get(name, tensor.dtype))
+
+        blocks = Blocks(keys, expected)
+        layer_of = {made.name: rule.site.layer for rule, made in keys}
+        wrong = self._even_cuts(wrong, audit)
+        for one in wrong:
+            relation, proof = explain(one, blocks, expected, layer_of.get)
+            audit.findings += self._findings(one, relation, proof)
+
+    def _findings(self, one: Wrong, relation: Relation, proof: Proof) -> list[Finding]:
+        """One finding a part whose rows are wrong (only gate rows of linear_qkv: the gate; any other: attention)."""
+        parts = one.rule.parts(one.made.name, one.candidate)
+        expected = one.rule.parts(one.made.name, one.expected)
+        unequal = [site for site in parts if not same_bytes(parts[site].contiguous(), expected[site].contiguous())]
+        site = one.rule.site if one.rule.site in unequal else unequal[0]
+        return [self._finding(site, one, relation, proof)]
+
+    def _finding(self, site: Site, one: Wrong, relation: Relation, proof: Proof) -> Finding:
+        shard = self._shard(one.made.cut, bits(one.candidate) != bits(one.expected))
+        names = tuple(self.reference.on_disk(name) for name in one.rule.references[:4])
+        return Finding("conversion", site, shard, (names, (one.stored,)), one.difference, EXACT, relation, proof)
+
+    def _even_cuts(self, wrong: list[Wrong], audit: Audit) -> list[Wrong]:
+        """Packed projections (in_proj, conv1d of the native layout) that were cut with no regard to their parts."""
+        ways = [self.parallel.tp] if self.parallel is not None else [2, 4, 8, 16]
+        packs: dict[str, list[Wrong]] = {}
+        for one in wrong:
+            match = re.fullmatch(r"(.*\.(?:in_proj|conv1d)\.weight)\.\w+", one.made.name)
+            if match:
+                packs.setdefault(match[1], []).append(one)
+        explained: set[str] = set()
+        for prefix, found in packs.items():
+            parts = self._parts_of(prefix, {one.made.name: one for one in found})
+            size = even_cut(parts, [way for way in ways if way > 1])
+            if size is None:
+                continue
+            relation = Relation("even-cut", {"parts": len(parts), "size": size})
+            for one in found:
+                other = 2 * size
+                proof = Proof(
+                    f"cut the packed rows evenly over {size} tensor parallel ranks, compare every byte", one.difference.relative_rms, 0.0,
+                    f"cut part by part it differs by {one.difference.relative_rms:.2g}; over {other} ranks it does not fit either",
+                )  # fmt: skip
+                audit.findings.append(self._finding(one.rule.site, one, relation, proof))
+                explained.add(one.made.name)
+        return [one for one in wrong if one.made.name not in explained]
+
+    def _parts_of(self, prefix: str, wrong: Mapping[str, Wrong]) -> list[Wrong | tuple[torch.Tensor, torch.Tensor]]:
+        parts: list[Wrong | tuple[torch.Tensor, torch.Tensor]] = []
+        dims = self.family.reference_dimensions(self.reference.config)
+        for rule in self.family.rules(dims, self.candidate.layout, self.reference.names, mtp=False):
+            for made in rule.candidates:
+                if made.name.startswith(prefix + "."):
+                    expected = None if made.name in wrong else self.expected(rule, made)
+                    parts.append(wrong[made.name] if expected is None else (expected, self.candidate.read(made.name)))
+        return parts
+
+    def _total(self, rules: list[Rule], missing: list[tuple[Rule, Made]], audit: Audit) -> None:
+        """Every tensor on both sides is accounted for: made by a row, left out on purpose, or a finding by name."""
+        known = {name for rule in rules for made in rule.candidates for name in (made.name, *(a for n, a in rule.aliases if n == made.name))}
+        extra = [key for key in self.candidate.tensors if key not in known]
+        renamed: dict[str, str] = {}
+        for rule, made in missing:
+            expected = self.expected(rule, made)
+            same = [key for key in extra if key not in renamed.values() and self._equal(key, expected)]
+            if same:
+                renamed[made.name] = same[0]
+                audit.findings.append(self._names_only(rule, made, same[0], expected))
+            else:
+                audit.findings.append(self._missing(rule, made, extra))
+        for key in extra:
+            if key in renamed.values():
+                continue
+            near = difflib.get_close_matches(key, known, n=1)
+            site = next((rule.site for rule in rules for made in rule.candidates if near and made.name == near[0]), Site("embedding"))
+            audit.findings.append(self._extra(key, site))
+        read = {name for rule in rules for name in rule.references}
+        left: dict[str, int] = {}
+        for name in self.reference.names:
+            if name not in read:
+                why = self.family.left_out(name)
+                if why is None:
+                    near = difflib.get_close_matches(name, read, n=2)
+                    audit.missing.append(f"{self.reference.on_disk(name)}: no row of the table reads it (nearest: {', '.join(near) or 'none'})")
+                elif not name.startswith("mtp.") or not any(what == "mtp.*" for what, _ in audit.skipped):
+                    left[why] = left.get(why, 0) + 1
+        audit.skipped += [(f"{count} reference tensors", why) for why, count in left.items()]
+
+    def _equal(self, key: str, expected: torch.Tensor) -> bool:
+        stored = self.candidate.tensors[key]
+        return stored.shape == tuple(expected.shape) and stored.dtype == expected.dtype and same_bytes(self.candidate.read(key), expected)
+
+    def _names_only(self, rule: Rule, made: Made, key: str, expected: torch.Tensor) -> Finding:
+        shard = self._shard(made.cut, torch.ones_like(expected, dtype=torch.bool))
+        tail = key.rsplit(".", 2)[-2] if key.count(".") > 1 else key
+        proof = Proof(f"read it as {made.name}: every byte is equal", None, 0.0, "no other tensor of the candidate equals it")
+        names = tuple(self.reference.on_disk(name) for name in rule.references[:4])
+        return Finding("conversion", rule.site, shard, (names, (key,)), None, EXACT, Relation("names-only", {"name": tail}), proof)
+
+    def _missing(self, rule: Rule, made: Made, extra: list[str]) -> Finding:
+        setting = self.off.get(rule.site.module)
+        names = tuple(self.reference.on_disk(name) for name in rule.references[:4])
+        shard = self._shard(made.cut, None)
+        near = difflib.get_close_matches(made.name, extra, n=1)
+        if setting is not None:
+            detail = {"flag": setting.flag, "switched": "off"}
+            proof = Proof(f"the candidate's args say {setting.arg} is off, so no such tensor is made", None, None, "tensors of the other modules are all there")
+            return Finding("model-definition", rule.site, shard, (names, (made.name,)), None, EXACT, Relation("missing", detail), proof)
+        detail = {"nearest": near[0]} if near else {}
+        proof = Proof("look for it by name and by bytes among the candidate's tensors", None, None, "every tensor that is there was found")
+        return Finding("conversion", rule.site, shard, (names, (made.name,)), None, EXACT, Relation("missing", detail), proof)
+
+    def _extra(self, key: str, site: Site) -> Finding:
+        shard = self._shard(Cut(""), None)
+        proof = Proof("look for a row of the table that makes it", None, None, "every other tensor has one")
+        return Finding("conversion", site, shard, ((), (key,)), None, EXACT, Relation("extra", {"name": key}), proof)
+
+    def _shape_finding(self, rule: Rule, made: Made, stored: str, expected: torch.Tensor, candidate: torch.Tensor) -> Finding:
+        names = tuple(self.reference.on_disk(name) for name in rule.references[:4])
+        detail = {"expected": list(expected.shape), "stored": list(candidate.shape)}
+        cls = "model-definition" if rule.site.module in self.off else "conversion"
+        proof = Proof("compare shapes", None, None, "no element can be compared")
+        return Finding(cls, rule.site, self._shard(made.cut, None), (names, (stored,)), None, EXACT, Relation("unknown", detail), proof)
+
+    def _rounded(self, rule: Rule, stored: str, difference: Difference) -> Finding:
+        names = tuple(self.reference.on_disk(name) for name in rule.references[:4])
+        proof = Proof("round the reference through bfloat16, compare every byte", difference.relative_rms, 0.0, "unrounded it differs")
+        made = next(made for made in rule.candidates)
+        finding = Finding(
+            "conversion", rule.site, self._shard(made.cut, None), (names, (stored,)), difference, FAMILY_ROUNDING,
+            Relation("rounded", {"through": "bfloat16"}), proof, minor=True,
+            explanation=f"{rule.site.part} lost precision: the family keeps it in float32, the candidate holds it rounded through bfloat16.",
+            next="Harmless for text; convert with these tensors kept in float32 to get it back.",
+        )  # fmt: skip
+        return self._placed(finding)
+
+    def _shard(self, cut: Cut, unequal: torch.Tensor | None) -> Shard:
+        parallel = self.parallel or Parallel()
+        axes = EXPERT_AXES if cut.expert else DENSE_AXES
+        of = "conversion" if self.parallel is not None else "unknown"
+        places = everywhere(parallel, axes) if unequal is None else wrong_places(cut, unequal, parallel, axes)
+        return Shard(parallel, of, cut.expert, places)
+
+    def _placed(self, finding: Finding) -> Finding:
+        from dataclasses import replace
+
+        layers = self.family.reference_dimensions(self.reference.config).layers
+        parallel = finding.shard.parallel
+        held = [finding.site.layer] if finding.site.in_layer else []
+        stages = stages_of(held, parallel, layers) if held else frozenset({0 if finding.site.module == "embedding" else parallel.pp - 1})
+        return replace(finding, shard=replace(finding.shard, stages=stages))
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def explanation(fault: Any) -> tuple[str, str]:
+    """(one sentence for a person, what to do about it) for a weight fault."""
+    first, relation = fault.first, fault.first.relation
+    assert relation is not None
+    place = where(fault)
+    detail = relation.detail
+    convert_again = "Convert again with the mapping put right"
+    repair = "compare one tensor of it with: bisect-tool hash DIR"
+    if relation.kind == "duplicate" and detail.get("modulus"):
+        share = f"{detail['wrong']} of {detail['of']} are wrong"
+        said = f"expert e holds the reference's expert e mod {detail['modulus']}; {share}"
+        return f"{place}: {said}.", "Convert again with global expert numbers (slime#1799: the converter used each EP rank's local number)."
+    said, do = {
+        "duplicate": (f"experts repeat each other: the map is {detail.get('map')}", convert_again),
+        "permutation": (f"they are the reference's {'experts' if first.site.module == 'experts' else 'rows'} in another order", convert_again + ": regroup rows as the target packs them"),
+        "halves-swapped": ("the two halves are exchanged", convert_again),
+        "transpose": ("it is the reference's tensor transposed", convert_again),
+        "even-cut": (
+            f"a packed projection of {detail.get('parts')} parts was cut evenly over {detail.get('size')} tensor parallel ranks, with no regard to the parts",
+            convert_again + ": cut each part over the ranks on its own (Megatron-Bridge#1690)",
+        ),
+        "other-layer": (f"each holds the reference's layer {detail.get('offset', 0):+d} from its own", "Look at the layer offset of the pipeline stages in the converter"),
+        "other-tensor": (f"it holds what belongs in {detail.get('name')}", convert_again),
+        "missing": (
+            (f"{first.tensors[1][0]} is not there: {detail['flag']} is off in the candidate's args, so the reference's tensor was dropped", f"Give {detail['flag']}, and convert again")
+            if "flag" in detail else (f"{first.tensors[1][0]} is not in the candidate", convert_again)
+        ),
+        "names-only": (f"the values are right under the name {detail.get('name')}, which a loader would drop", "Rename the tensors, or switch off the flag that renames them"),
+        "extra": (f"{first.tensors[1][0]} is in the candidate and no row of the table makes it", "Is the checkpoint of another model?"),
+        "zero": ("every element is zero", "Was it ever loaded? " + convert_again),
+        "nan": ("every element is NaN", "Was it ever loaded? " + convert_again),
+        "unknown": ("the bytes differ and no known relation explains them", "Compare one tensor of it by hand; " + repair),
+    }[relation.kind]  # fmt: skip
+    if relation.kind == "unknown" and "expected" in detail:
+        said = f"it is {detail['stored']} where the table makes {detail['expected']}"
+    return f"{place}: {said}.", f"{do}."
+
+
+def where(fault: Any) -> str:
+    """'Conversion fault from layer 0 on, in layers 0 to 7: routed experts on EP ranks 1 to 3 (converted at EP 4)'"""
+    first, shard = fault.first, fault.shard or fault.first.shard
+    cls = {"model-definition": "Model-definition fault", "conversion": "Conversion fault", "parallel": "Parallel fault", None: "Fault of open class"}.get(
+        first.cls, f"{str(first.cls).capitalize()} fault"
+    )
+    layers = f" from layer {fault.layers[0]} on, in layers {span(fault.layers)}" if len(fault.layers) > 1 else f" in layer {fault.layers[0]}" if fault.layers else ""
+    names = "every module of the layer" if fault.whole_layer else " and ".join(NAMES.get(module, module.replace("_", " ")) for module in fault.modules)
+    parts = f" ({', '.join(fault.parts)})" if fault.parts and not fault.whole_layer and len(fault.modules) == 1 else ""
+    return f"{cls}{layers}: {names}{parts}, {shard}" if shard.of == "unknown" else f"{cls}{layers}: {names}{parts} on {shard}" if not str(shard).startswith("(") else f"{cls}{layers}: {names}{parts} {shard}"
+
+
+NAMES = {
+    "experts": "routed experts", "linear_attention": "linear attention", "attention_gate": "the attention output gate",
+    "shared_expert": "the shared expert", "shared_expert_gate": "the shared expert's gate", "input_norm": "the input norm",
+    "pre_mlp_norm": "the norm before the MLP", "router": "the router", "embedding": "the embedding", "lm_head": "the output layer",
+    "final_norm": "the final norm", "mtp": "multi-token prediction", "tokens": "the tokens",
+}  # fmt: skip

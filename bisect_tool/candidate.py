@@ -1,0 +1,232 @@
+"""The candidate as the driver sees it: ranks that build it from its own words, and what they heard put back into one piece.
+
+Does not import megatron; the ranks do.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from bisect_hooks.errors import BisectError
+from bisect_hooks.family import CheckpointLayout, Dimensions, Family
+from bisect_hooks.layout import Gathered
+from bisect_hooks.parallel import Coordinates, Parallel
+from bisect_hooks.site import Site
+from bisect_hooks.tap import Tap
+from bisect_tool.prompts import Batch
+from bisect_tool.ranks import WORLDS, World
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What a rank is asked to build: the candidate's own words and how to lay them out."""
+
+    family: str
+    args: dict[str, Any]
+    layout: CheckpointLayout
+    parallel: Parallel
+    dtype: torch.dtype
+    mtp: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """One forward of the candidate: canonical tensors by key, [tokens f].
+
+    replicas  keys whose replicas were not bit-equal, with the largest absolute difference
+    absent    keys that could not be put together, with the reason
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    replicas: Mapping[str, float]
+    absent: Mapping[str, str]
+
+
+@dataclass(slots=True)
+class CandidateRun:
+    """A candidate under one layout.  Cheap to make again: ranks of the same number are found alive."""
+
+    family: Family
+    args: dict[str, Any]
+    layout: CheckpointLayout
+    checkpoint: Path
+    parallel: Parallel
+    dtype: torch.dtype
+    device: str
+    batch: Batch
+    patch: Path | None = None
+    dims: Dimensions = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.dims = self.family.candidate_dimensions(self.args)
+
+    @property
+    def world(self) -> World:
+        return WORLDS.get(self.parallel.world, self.device)
+
+    @property
+    def rows(self) -> int:
+        """Prompts, repeated to a multiple of dp."""
+        dp = self.parallel.dp
+        return -(-len(self.batch.rows) // dp) * dp
+
+    @property
+    def length(self) -> int:
+        """The longest prompt, up to a multiple of tp where the sequence is cut over it."""
+        longest = max(self.batch.lengths)
+        return -(-longest // self.parallel.tp) * self.parallel.tp if self.parallel.sp else longest
+
+    def build(self) -> list[str]:
+        """Builds, loads, patches.  Returns the parameters that the checkpoint had nothing for."""
+        what = Built(self.family.name, self.args, self.layout, self.parallel, self.dtype)
+        answers = self.world.call("build", what=what, checkpoint=self.checkpoint, patch=self.patch)
+        return sorted({name for answer in answers for name in answer["missing"]})
+
+    def put_reference(self, reference: Path, keys: list[str] | None) -> list[str]:
+        """Puts the reference's weights in the place of the named tensors, in memory."""
+        return sorted({key for answer in self.world.call("put_reference", reference=reference, keys=keys) for key in answer})
+
+    def record(self, graft: tuple[Path, list[str]] | None = None) -> Said:
+        """One forward, with the named values of a Recording grafted in."""
+        scratch = self.world.scratch()
+        ids = self.batch.ids(self.rows, self.length)
+        try:
+            self.world.call("record", rows=self.batch, ids=ids, graft=graft, out=scratch)
+            return self._gather(scratch)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+    def probe(self, rows: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> dict[str, Gathered]:
+        """Every expert of every MoE layer on the same rows: key → [e t f]."""
+        answers = self.world.call("probe", rows=dict(rows))
+        layouts = {
+            "fc1": Tap(Site("experts", 0, "fc1"), "", f"e[ep] t (gate:{self.dims.routed} up:{self.dims.routed})[etp]"),
+            "fc2": Tap(Site("experts", 0, "fc2"), "", "e[ep] t h"),
+        }
+        found = {}
+        for layer in rows:
+            held = [(self._at(rank), answer[layer]) for rank, answer in enumerate(answers) if layer in answer]
+            first = layouts["fc1"].parsed.gather([(at, parts[0]) for at, parts in held], {}, self.parallel)
+            found[f"layers.{layer}.experts.fc1"] = Gathered(torch.cat([first["gate"].tensor, first["up"].tensor], -1), 0, 0.0)
+            found[f"layers.{layer}.experts.fc2"] = layouts["fc2"].parsed.gather(_summed(held, self.parallel), {}, self.parallel)[""]
+        return found
+
+    def logits(self, rows: list[list[int]]) -> torch.Tensor:
+        """The logits after the last token of each row, [b v]."""
+        batch = Batch(tuple(map(tuple, rows)))
+        dp = self.parallel.dp
+        count = -(-len(rows) // dp) * dp
+        longest = max(batch.lengths)
+        length = -(-longest // self.parallel.tp) * self.parallel.tp if self.parallel.sp else longest
+        positions = [len(rows[i % len(rows)]) - 1 for i in range(count)]
+        answers = self.world.call("logits", ids=batch.ids(count, length), positions=positions)
+        shards = [(self._at(rank), answer) for rank, answer in enumerate(answers) if answer is not None]
+        gathered = Tap(Site("lm_head"), "", "b v[tp]").parsed.gather(shards, {}, self.parallel)
+        return gathered[""].tensor.flatten(1)[: len(rows)]
+
+    def _at(self, rank: int) -> Coordinates:
+        return self.parallel.coordinates(rank)
+
+    def _gather(self, scratch: Path) -> Said:
+        sizes = {"b": self.rows // self.parallel.dp, "s": self.length // (self.parallel.tp if self.parallel.sp else 1)}
+        tensors: dict[str, torch.Tensor] = {}
+        replicas: dict[str, float] = {}
+        absent: dict[str, str] = {}
+        files = [safe_open(scratch / f"rank{rank}.safetensors", framework="pt") for rank in range(self.parallel.world)]
+        held = [set(file.keys()) for file in files]
+
+        def shards_of(name: str) -> list[tuple[Coordinates, torch.Tensor]]:
+            return [(self._at(rank), file.get_tensor(name)) for rank, file in enumerate(files) if name in held[rank]]
+
+        def take(keys: tuple[str, ...], gathered: Mapping[str, Gathered]) -> None:
+            for key, piece in zip(keys, gathered.values(), strict=True):
+                tensors[key] = self.batch.pack(piece.tensor)
+                if piece.replica_difference != 0:
+                    replicas[key] = piece.replica_difference
+
+        for tap in self.family.candidate_taps(self.dims, self.layout):
+            try:
+                take(tap.keys, tap.parsed.gather(shards_of(tap.id), sizes, self.parallel))
+            except BisectError as error:
+                absent |= dict.fromkeys(tap.keys, error.message)
+        for layer in range(self.dims.layers):
+            if self.dims.moe[layer]:
+                key = f"layers.{layer}.experts.dispatch"
+                try:
+                    take((f"{key}:rows", f"{key}:probs"), self._dispatched(layer, shards_of, sizes))
+                except BisectError as error:
+                    absent |= {f"{key}:rows": error.message, f"{key}:probs": error.message}
+        for made in self.family.derived(self.dims, "candidate"):
+            tensors[made.key] = made.formula(*(tensors[key] for key in made.sources))
+        return Said(tensors, replicas, absent)
+
+    def _dispatched(self, layer: int, shards_of: Any, sizes: Mapping[str, int]) -> dict[str, Gathered]:
+        """What the experts were handed, put back to the tokens it belongs to: rows [b s k·h] and probabilities [b s k], k by expert.
+
+        An expert gets rows by source rank of its group, then in that rank's token order; each source's routing says which.
+        """
+        parallel = self.parallel
+        topk = next(tap for tap in self.family.candidate_taps(self.dims, self.layout) if tap.site == Site("router", layer, "topk"))
+        maps = {at: chosen.bool() for at, chosen in shards_of(topk.id)}
+        width = self.dims.experts // parallel.ep
+        rows_of: dict[Coordinates, dict[int, torch.Tensor]] = {at: {} for at in maps}
+        probs_of: dict[Coordinates, dict[int, torch.Tensor]] = {at: {} for at in maps}
+        for expert in range(self.dims.experts):
+            received = dict(shards_of(f"dispatch|{layer}|{expert}|rows"))
+            probabilities = dict(shards_of(f"dispatch|{layer}|{expert}|probs"))
+            for at, rows in received.items():
+                sources = sorted((one for one in maps if _same_group(one, at, parallel)), key=lambda one: (one.ep, one.etp))
+                counts = [int(maps[source][:, expert].sum()) for source in sources]
+                if sum(counts) != rows.shape[0]:
+                    raise BisectError(f"expert {expert} of layer {layer} was handed {rows.shape[0]} rows, the routing says {sum(counts)}")
+                assert at.ep == expert // width
+                for source, part, prob in zip(sources, rows.split(counts), probabilities[at].split(counts), strict=True):
+                    if source.etp == at.etp:
+                        rows_of[source][expert], probs_of[source][expert] = part, prob
+        local_rows, local_probs = [], []
+        for at, chosen in maps.items():
+            tokens, experts = chosen.nonzero(as_tuple=True)
+            if chosen.sum(-1).unique().numel() != 1:
+                raise BisectError(f"tokens of layer {layer} go to different numbers of experts")
+            filled = torch.empty(len(tokens), next(iter(rows_of[at].values())).shape[-1])
+            weights = torch.empty(len(tokens))
+            for expert in range(self.dims.experts):
+                here = experts == expert
+                filled[here], weights[here] = rows_of[at][expert].float(), probs_of[at][expert].float()
+            local_rows.append((at, filled.reshape(chosen.shape[0], -1)))
+            local_probs.append((at, weights.reshape(chosen.shape[0], -1)))
+        layout = Tap(Site("experts", layer, "dispatch"), "", "(s[sp] b) f").parsed
+        return {
+            "rows": layout.gather(local_rows, sizes, parallel)[""],
+            "probs": layout.gather(local_probs, sizes, parallel)[""],
+        }
+
+
+def _same_group(source: Coordinates, at: Coordinates, parallel: Parallel) -> bool:
+    """Whether a rank's tokens reach the experts of `at`: same pipeline stage, same expert data parallel group."""
+    ranks = [rank for rank in range(parallel.world) if parallel.coordinates(rank) in (source, at)]
+    group = parallel.ep * parallel.expert_tp
+    stage = parallel.world // parallel.pp
+    return len({(rank // stage, rank % stage // group) for rank in ranks}) == 1
+
+
+def _summed(held: list[tuple[Coordinates, Any]], parallel: Parallel) -> list[tuple[Coordinates, torch.Tensor]]:
+    """fc2 under expert tensor parallel is a partial sum a rank: added up over etp, once for each replica group."""
+    if parallel.expert_tp == 1:
+        return [(at, parts[1]) for at, parts in held]
+    sums: dict[tuple[int, int], tuple[Coordinates, torch.Tensor]] = {}
+    seen: set[tuple[int, int, int]] = set()
+    for at, parts in held:
+        if (at.pp, at.ep, at.etp) in seen:
+            continue
+        seen.add((at.pp, at.ep, at.etp))
+        first, total = sums.get((at.pp, at.ep), (at, torch.zeros_like(parts[1])))
+        sums[at.pp, at.ep] = (first, total + parts[1])
+    return list(sums.values())

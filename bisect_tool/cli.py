@@ -1,0 +1,307 @@
+"""The command line: options → one call → one report.  Imports no torch, so that `-h` answers at once."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from bisect_hooks.errors import UsageError
+from bisect_hooks.parallel import Parallel
+from bisect_tool import __version__
+
+EXIT_CODES = """
+\b
+Exit codes
+  0    everything expected was compared and agrees (or the command is done)
+  1    a fault was found; the report names it
+  2    usage, or an input that can't be read
+  70   an error of ours
+  125  incomparable: no fault, but something expected was not compared
+  130  interrupted
+"""
+
+STAGES = ("inputs", "config", "weights", "forward", "engine")
+DIRECTORY = click.Path(path_type=Path)
+_OUT: list[Path] = []
+
+
+def last_out() -> Path:
+    """Where a traceback goes: the out directory of the command that ran."""
+    return _OUT[-1] if _OUT else Path("bisect-report")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}, epilog=EXIT_CODES)
+@click.version_option(__version__, prog_name="bisect-tool")
+def cli() -> None:
+    """Find the first layer, module and shard where a Megatron conversion stops agreeing with its Hugging Face original.
+
+    \b
+    bisect-tool run --prompts golden/prompts.jsonl          the embedded tiny model: see the ladder work
+    bisect-tool run --prompts FILE --reference HF --candidate MEGATRON
+    bisect-tool audit --reference HF --candidate MEGATRON   the weights alone: no model, no GPU
+    """
+
+
+def parallel_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """--tp --pp --vpp --ep --etp --cp --sp --pp-layers --dispatcher, as one Parallel (None when none was given)."""
+
+    def with_parallel(*args: Any, **kwargs: Any) -> Any:
+        names = ("tp", "pp", "vpp", "ep", "etp", "cp", "sp", "pp_layers", "dispatcher")
+        given = {name: kwargs.pop(name) for name in names}
+        given = {name: value for name, value in given.items() if value is not None and value is not False}
+        return command(*args, parallel=Parallel(**given) if given else None, **kwargs)
+
+    with_parallel.__name__, with_parallel.__doc__ = command.__name__, command.__doc__
+    if hasattr(command, "__click_params__"):
+        with_parallel.__click_params__ = command.__click_params__  # type: ignore[attr-defined]
+    size = click.IntRange(min=1)
+    for option in reversed([
+        click.option("--tp", type=size, help="Tensor parallel size."),
+        click.option("--pp", type=size, help="Pipeline parallel size."),
+        click.option("--vpp", type=size, help="Virtual pipeline chunks a stage."),
+        click.option("--ep", type=size, help="Expert parallel size."),
+        click.option("--etp", type=size, help="Expert tensor parallel size (default: --tp, as in Megatron)."),
+        click.option("--cp", type=size, help="Context parallel size."),
+        click.option("--sp", is_flag=True, help="Sequence parallel."),
+        click.option("--pp-layers", callback=_numbers, metavar="N,N", help="Layers of each pipeline stage, e.g. 3,5."),
+        click.option("--dispatcher", type=click.Choice(["alltoall", "allgather"]), help="MoE token dispatcher."),
+    ]):  # fmt: skip
+        with_parallel = option(with_parallel)
+    return with_parallel
+
+
+def _numbers(_context: click.Context, _option: click.Parameter, text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not a list of numbers such as 3,5") from None
+
+
+def out_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option("--out", type=DIRECTORY, default=Path("bisect-report"), show_default=True, help="Where the report goes.")(command)
+
+
+def reference_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option("--reference", type=DIRECTORY, help="Hugging Face directory (default: the embedded tiny model).")(command)
+
+
+def candidate_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option("--candidate", type=DIRECTORY, help="torch_dist checkpoint: the directory with .metadata, or its parent.")(command)
+
+
+def _stages(_context: click.Context, _option: click.Parameter, text: str | None) -> tuple[str, ...]:
+    if text is None:
+        return STAGES
+    named = tuple(word.strip() for word in text.split(",") if word.strip())
+    unknown = [word for word in named if word not in STAGES]
+    if unknown or not named:
+        raise click.BadParameter(f"unknown stage {', '.join(unknown) or 'list'}; known: {', '.join(STAGES)}")
+    return named
+
+
+@cli.command()
+@click.option("--prompts", required=True, help="Text file (one a line), JSONL (prompt, messages, text, input_ids), or -.")
+@click.option("--input-key", help="The JSONL field to read prompts from.")
+@reference_option
+@candidate_option
+@click.option("--stages", callback=_stages, metavar="A,B", help=f"Run just these of {', '.join(STAGES)}.")
+@click.option("--all-stages", is_flag=True, help="Go on after the first stage that finds a fault.")
+@click.option("--strict", is_flag=True, help="Minor findings (precision lost, extras missing) count as faults.")
+@click.option("--dtype", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True, help="fp32: same function? bf16: same rounding?")
+@click.option("--device", default="cpu", show_default=True, help="Where both sides compute.")
+@click.option("--candidate-patch", type=DIRECTORY, help="A patch.py whose patch(model, parallel) is run on the built candidate.")
+@parallel_options
+@out_option
+def run(prompts: str, reference: Path | None, candidate: Path | None, parallel: Parallel | None, out: Path, **options: Any) -> int:
+    """Climb the ladder (inputs, config, weights, forward) and name the first fault.
+
+    With --prompts alone it runs on the embedded tiny Qwen3.5-MoE and its converted checkpoint.
+    """
+    if (reference is None) != (candidate is None):
+        raise UsageError("give --reference and --candidate together, or neither (the embedded model)")
+    if options["dtype"] != "fp32":
+        raise UsageError("--dtype bf16 is not there yet: its noise is not calibrated, and an uncalibrated verdict is none", hint="drop --dtype")
+    _start(out)
+    from bisect_tool import golden, ladder
+
+    job = ladder.Job(
+        reference_path=reference or golden.reference(),
+        candidate_path=candidate or golden.candidate(),
+        prompts=prompts,
+        input_key=options["input_key"],
+        parallel=parallel or Parallel(),
+        dtype=options["dtype"],
+        device=options["device"],
+        patch=options["candidate_patch"],
+        stages=options["stages"],
+        everything=options["all_stages"],
+        strict=options["strict"],
+        command=_command(),
+        progress=Progress(),
+    )
+    return _judge(ladder.climb(job), out)
+
+
+@cli.command("audit")
+@click.option("--reference", type=DIRECTORY, required=True, help="Hugging Face directory.")
+@click.option("--candidate", type=DIRECTORY, required=True, help="torch_dist checkpoint.")
+@click.option("--strict", is_flag=True, help="Minor findings count as faults.")
+@parallel_options
+@out_option
+def audit_command(reference: Path, candidate: Path, parallel: Parallel | None, strict: bool, out: Path) -> int:
+    """The weights stage alone: no model is built, no forward is run.
+
+    The parallel flags say how the candidate was converted; without them its args do.
+    """
+    _start(out)
+    from bisect_tool import ladder
+
+    job = ladder.Job(reference, candidate, converted=parallel, parallel=parallel or Parallel(), stages=("weights",), strict=strict, command=_command())
+    return _judge(ladder.climb(job), out)
+
+
+@cli.command()
+@click.option("--reference", type=DIRECTORY, required=True, help="Hugging Face directory.")
+@click.option("--out", type=DIRECTORY, required=True, help="Where the checkpoint goes (empty or new).")
+@click.option("--layout", type=click.Choice(["slime", "native"]), default="slime", show_default=True, help="Linear attention as slime or megatron-core has it.")
+@click.option("--mtp/--no-mtp", default=None, help="Convert the MTP layers (default: if the reference has mtp.*).")
+@parallel_options
+def convert(reference: Path, out: Path, layout: Any, mtp: bool | None, parallel: Parallel | None) -> int:
+    """Write a known-good conversion of a Hugging Face checkpoint to torch_dist, with megatron-core's own writer."""
+    from bisect_tool import conversion
+
+    done = conversion.convert(reference, out, layout, parallel or Parallel(), mtp)
+    click.echo(done.shown())
+    return 0
+
+
+@cli.command()
+@click.argument("fault", required=False)
+@click.option("--list", "listed", is_flag=True, help="List the faults with their carriers.")
+@click.option("--candidate", type=DIRECTORY, help="A good torch_dist checkpoint.")
+@click.option("--out", type=DIRECTORY, help="Where the faulty copy goes (empty or new).")
+@parallel_options
+def plant(fault: str | None, listed: bool, candidate: Path | None, out: Path | None, parallel: Parallel | None) -> int:
+    """Write a copy of a checkpoint with one known fault in it."""
+    if listed:
+        from bisect_tool import planting
+
+        click.echo(planting.listing())
+        return 0
+    if fault is None or candidate is None or out is None:
+        raise click.UsageError("plant needs FAULT, --candidate and --out (or --list)")
+    from bisect_tool import planting
+
+    click.echo(planting.plant(fault, candidate, out, parallel))
+    return 0
+
+
+@cli.command()
+@click.option("--golden", "golden_directory", type=DIRECTORY, required=True, help="Directory of golden references (make golden).")
+@click.option("--candidate", type=DIRECTORY, required=True, help="torch_dist checkpoint to gate.")
+@parallel_options
+@out_option
+def gate(golden_directory: Path, candidate: Path, parallel: Parallel | None, out: Path) -> int:
+    """The CI tolerance gate: a candidate against golden references, in seconds, without running the reference."""
+    _start(out)
+    from bisect_tool import gating
+
+    return _judge(gating.gate(golden_directory, candidate, parallel or Parallel(), _command()), out)
+
+
+@cli.command()
+@click.option("--side", type=click.Choice(["reference", "candidate"]), required=True, help="Which side to record.")
+@click.option("--prompts", required=True, help="Text file, JSONL, or -.")
+@click.option("--input-key", help="The JSONL field to read prompts from.")
+@reference_option
+@candidate_option
+@click.option("--out", type=DIRECTORY, required=True, help="Where the recording goes (empty or new).")
+@parallel_options
+def record(side: str, prompts: str, input_key: str | None, reference: Path | None, candidate: Path | None, out: Path, parallel: Parallel | None) -> int:
+    """Write a Recording: activations by site, one side."""
+    from bisect_tool import golden, ladder, recorded
+
+    job = ladder.Job(reference or golden.reference(), candidate or golden.candidate(), prompts, input_key, parallel or Parallel(), command=_command())
+    click.echo(recorded.record(job, side, out))
+    return 0
+
+
+@cli.command()
+@reference_option
+@candidate_option
+def taps(reference: Path | None, candidate: Path | None) -> int:
+    """List sites, module paths on both sides, and layouts."""
+    from bisect_tool import golden, listing
+
+    click.echo(listing.taps(reference or golden.reference(), candidate or golden.candidate()))
+    return 0
+
+
+@cli.command("hash")
+@click.argument("directory", type=DIRECTORY)
+def hash_command(directory: Path) -> int:
+    """One line a tensor: name, shape, dtype, digest (Hugging Face or torch_dist)."""
+    from bisect_tool import listing
+
+    for line in listing.hashes(directory):
+        click.echo(line)
+    return 0
+
+
+@cli.command()
+@click.argument("directory", type=DIRECTORY)
+@click.option("--format", "formats", default="text", show_default=True, help="text or json.")
+def report(directory: Path, formats: str) -> int:
+    """Render a finished run again."""
+    import json
+
+    from bisect_tool import report as pages
+    from bisect_tool import text
+
+    page = pages.read(directory)
+    for name in formats.split(","):
+        if name not in ("text", "json"):
+            raise UsageError(f"unknown format {name!r}", hint="known: text, json")
+        click.echo(text.render(page) if name == "text" else json.dumps(page, indent=1), nl=name == "json")
+    return 0
+
+
+class Progress:
+    """Says on stderr what is being done, once a run takes longer than two seconds."""
+
+    def __init__(self) -> None:
+        self.started = time.monotonic()
+
+    def __call__(self, what: str) -> None:
+        seconds = time.monotonic() - self.started
+        if seconds > 2:
+            click.echo(f"{seconds:5.1f} s  {what}", err=True)
+
+
+def _start(out: Path) -> None:
+    from bisect_tool.report import prepare_out
+
+    prepare_out(out)
+    _OUT.append(out)
+
+
+def _judge(found: Any, out: Path) -> int:
+    from bisect_tool import report as pages
+    from bisect_tool import text
+
+    file = pages.write(found, out)
+    click.echo(text.render(found.to_json()), nl=False)
+    click.echo(f"wrote {file}")
+    return int(found.exit_code)
+
+
+def _command() -> str:
+    return shlex.join(["bisect-tool", *sys.argv[1:]])

@@ -1,0 +1,76 @@
+"""What each site is made of inside a grafted layer: the edges along which a difference spreads.
+
+A layer is cut loose at its input, at the output of its mixer and at its own output, so nothing spreads further than these edges.
+Sites that are judged against the candidate's own upstream values (top-k and probabilities by the reference's rule on the
+candidate's logits, dispatch by the candidate's routing, experts by probes) have no upstream at all.
+"""
+
+from __future__ import annotations
+
+from bisect_hooks.site import Site
+from bisect_hooks.tap import split_key
+
+UPSTREAM: dict[str, tuple[str, ...]] = {
+    "input": (),
+    "input_norm": (),
+    "linear_attention.in_proj": ("input_norm",),
+    "linear_attention.conv1d": ("linear_attention.in_proj",),
+    "linear_attention.decay": ("linear_attention.in_proj",),
+    "linear_attention.beta": ("linear_attention.in_proj",),
+    "linear_attention.core": ("linear_attention.conv1d", "linear_attention.decay", "linear_attention.beta"),
+    "linear_attention.gated_norm": ("linear_attention.core", "linear_attention.in_proj"),
+    "linear_attention.out_proj": ("linear_attention.gated_norm",),
+    "attention.qkv": ("input_norm",),
+    "attention.q_norm": ("attention.qkv",),
+    "attention.k_norm": ("attention.qkv",),
+    "attention.rope": ("attention.q_norm", "attention.k_norm"),
+    "attention.core": ("attention.rope", "attention.qkv"),
+    "attention_gate": ("attention.core", "attention.qkv"),
+    "attention.out_proj": ("attention_gate",),
+    "pre_mlp_norm": (),
+    "router.logits": ("pre_mlp_norm",),
+    "router.probs": (),
+    "router.topk": (),
+    "experts.fc1": (),
+    "experts.fc2": (),
+    "experts.dispatch": (),
+    "experts.combine": ("router.logits", "router.probs", "router.topk", "experts.fc1", "experts.fc2", "experts.dispatch", "pre_mlp_norm"),
+    "shared_expert.fc1": ("pre_mlp_norm",),
+    "shared_expert.fc2": ("shared_expert.fc1",),
+    "shared_expert_gate": ("shared_expert.fc2", "pre_mlp_norm"),
+    "output": ("experts.combine", "shared_expert_gate"),
+    "embedding": (),
+    "final_norm": (),
+    "lm_head": (),
+}
+
+# a fault that can't be replaced where it is made is replaced where it has just passed
+CURED_AT = {"experts.fc1": "experts.combine", "experts.fc2": "experts.combine", "experts.dispatch": "experts.combine"}
+
+
+def word(site: Site) -> str:
+    """A site without its layer."""
+    return f"{site.module}.{site.part}" if site.part else site.module
+
+
+def upstream(site: Site) -> set[str]:
+    """Everything before a site inside its layer, transitively."""
+    found: set[str] = set()
+    todo = list(UPSTREAM.get(word(site), ()))
+    while todo:
+        one = todo.pop()
+        if one not in found:
+            found.add(one)
+            todo += UPSTREAM[one]
+    return found
+
+
+def in_place(site: Site, name: str) -> str:
+    """A word of this table as a site name in the layer of `site`."""
+    return f"layers.{site.layer}.{name}" if site.in_layer else name
+
+
+def site_name(key: str) -> str:
+    """The site of a key.  The gate rows of linear_qkv are the attention gate's."""
+    name, piece = split_key(key)
+    return name.replace("attention.qkv", "attention_gate") if name.endswith("attention.qkv") and piece == "gate" else name

@@ -1,0 +1,326 @@
+"""The forward stage: where is a drift made, and where does it only show?
+
+The grafted run judges.  Every layer is given the reference's input, and the reference's mixer output in its second half, so each
+difference is made where it is seen.  A site that differs although everything upstream of it agrees is where a drift is made; it
+is cured by putting the reference's value in its place, and the run is repeated until nothing is left unexplained.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from bisect_hooks.errors import BisectError
+from bisect_hooks.family import Dimensions
+from bisect_hooks.site import Site, parse_site
+from bisect_hooks.tap import split_key
+from bisect_tool.candidate import CandidateRun, Said
+from bisect_tool.faults import Finding
+from bisect_tool.flow import CURED_AT, in_place, site_name, upstream, word
+from bisect_tool.judge import Tolerance, Verdict, judge
+from bisect_tool.measure import Difference, measure
+from bisect_tool.recording import Recording, in_order
+from bisect_tool.reference import base_grafts, probe_inputs, tolerance_of
+from bisect_tool.shards import DENSE_AXES, EXPERT_AXES, Shard, everywhere
+
+MOST_PASSES = 16
+PROBED = ("experts.fc1", "experts.fc2")
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """One key of one pass."""
+
+    key: str
+    verdict: Verdict
+    difference: Difference | None
+    tolerance: Tolerance
+    why: str = ""
+
+    @property
+    def ratio(self) -> float:
+        """The difference in units of its tolerance."""
+        if self.difference is None or self.difference.relative_rms == 0:
+            return 0.0
+        return self.difference.relative_rms / self.tolerance.relative_rms if self.tolerance.relative_rms else math.inf
+
+
+@dataclass(slots=True)
+class Pass:
+    """One grafted run, judged.  `values` are the pairs that were judged, for whoever wants to look closer."""
+
+    judged: dict[str, Judged] = field(default_factory=dict)
+    values: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    experts: dict[str, list[int]] = field(default_factory=dict)
+    said: Said | None = None
+
+    def differing(self) -> set[str]:
+        """Names of the sites that differ."""
+        return {site_name(key) for key, one in self.judged.items() if one.verdict is Verdict.DIFFERS}
+
+
+@dataclass(slots=True)
+class Located:
+    """What the passes found: sites where a drift is made, with their judgement, shard and wrong experts."""
+
+    sites: dict[Site, Judged] = field(default_factory=dict)
+    shards: dict[Site, Shard] = field(default_factory=dict)
+    experts: dict[Site, list[int]] = field(default_factory=dict)
+    passes: list[Pass] = field(default_factory=list)
+    cures: list[list[str]] = field(default_factory=list)
+    incomparable: dict[str, str] = field(default_factory=dict)
+    unexplained: list[str] = field(default_factory=list)
+
+    @property
+    def first(self) -> Pass:
+        return self.passes[0]
+
+    @property
+    def all_cures(self) -> list[str]:
+        return sorted({key for cures in self.cures for key in cures})
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """A reference Recording and a candidate to hold against it."""
+
+    recording: Recording
+    run: CandidateRun
+    dims: Dimensions
+
+    def one_pass(self, cures: Iterable[str] = (), *, base: bool = True) -> Pass:
+        """A grafted run with `cures` also put in place; every expected key judged."""
+        grafts = [*(base_grafts(self.dims) if base else [f"layers.{n}.input" for n in range(self.dims.layers)]), *cures]
+        said = self.run.record((self.recording.path, grafts))
+        probes = self.run.probe(probe_inputs(self.recording, self.dims))
+        result = Pass(said=said)
+        handed = _handed(said, set(grafts), self.recording)
+        for key in expected_keys(self.recording):
+            result.judged[key] = self._judge(key, said, handed, probes, result)
+        return result
+
+    def _judge(self, key: str, said: Said, handed: Callable[[str], torch.Tensor], probes: Mapping[str, object], result: Pass) -> Judged:
+        site = parse_site(split_key(key)[0])
+        tolerance = tolerance_of(self.recording, key)
+        if word(site) in PROBED:
+            return self._judge_experts(key, probes, tolerance, result)
+        if key not in said.tensors:
+            return Judged(key, Verdict.INCOMPARABLE, None, tolerance, said.absent.get(key, "the candidate's taps yield no such tensor"))
+        reference, candidate = self.recording[key], said.tensors[key]
+        try:
+            if word(site) in ("router.topk", "router.probs", "experts.dispatch"):
+                reference = self._by_rule(site, key, handed)
+            if site.module == "lm_head" and candidate.shape[-1] > reference.shape[-1]:
+                candidate = candidate[..., : reference.shape[-1]]  # rows that only pad the vocabulary
+            if word(site) == "router.topk":
+                candidate = _without_ties(reference, candidate.float(), handed(f"layers.{site.layer}.router.logits"))
+            difference = measure(reference.float(), candidate.float())
+        except BisectError as error:
+            return Judged(key, Verdict.INCOMPARABLE, None, tolerance, error.message)
+        result.values[key] = (reference.float(), candidate.float())
+        return Judged(key, judge(difference, tolerance), difference, tolerance)
+
+    def _by_rule(self, site: Site, key: str, handed: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        """What the reference's rule makes of the candidate's own upstream values: no threshold for a discrete choice."""
+        prefix = f"layers.{site.layer}"
+        if site.module == "router":
+            probs, chosen = self.run.family.route(handed(f"{prefix}.router.logits"), self.dims)
+            return chosen if site.part == "topk" else probs
+        chosen = handed(f"{prefix}.router.topk").bool()
+        if key.endswith(":rows"):
+            return handed(f"{prefix}.pre_mlp_norm").repeat(1, int(chosen[0].sum()))
+        return handed(f"{prefix}.router.probs")[chosen].reshape(chosen.shape[0], -1)
+
+    def _judge_experts(self, key: str, probes: Mapping[str, object], tolerance: Tolerance, result: Pass) -> Judged:
+        """Every expert by itself, so that one wrong expert among many is not averaged away; the worst speaks."""
+        if key not in probes:
+            return Judged(key, Verdict.INCOMPARABLE, None, tolerance, "the candidate has no such experts")
+        reference, candidate = self.recording[key].float(), probes[key].tensor.float()  # type: ignore[attr-defined]
+        result.values[key] = (reference, candidate)
+        if reference.shape != candidate.shape:
+            return Judged(key, Verdict.INCOMPARABLE, None, tolerance, f"experts are {tuple(candidate.shape)}, the reference's {tuple(reference.shape)}")
+        each = [measure(one, other) for one, other in zip(reference, candidate, strict=True)]
+        verdicts = [judge(difference, tolerance) for difference in each]
+        result.experts[key] = [e for e, verdict in enumerate(verdicts) if verdict is Verdict.DIFFERS]
+        whole = measure(reference, candidate)
+        worst = max(range(len(each)), key=lambda e: (verdicts[e] is Verdict.DIFFERS, each[e].relative_rms))
+        shown = whole if result.experts[key] else each[worst]
+        verdict = Verdict.DIFFERS if result.experts[key] else Verdict.INCOMPARABLE if Verdict.INCOMPARABLE in verdicts else Verdict.AGREES
+        return Judged(key, verdict, shown, tolerance)
+
+    def locate(self, on_pass: Callable[[int, Located], None] = lambda *_: None) -> Located:
+        """Repeats grafted runs, curing what is found, until every difference is explained."""
+        located = Located()
+        cures: list[str] = []
+        for number in range(MOST_PASSES):
+            result = self.one_pass(cures)
+            located.passes.append(result)
+            made, waiting = _made_here(result, set(located.sites))
+            for site in made:
+                located.sites[site] = _worst_key(result, site)
+                located.shards[site] = self.shard(result, site)
+                keys = [key for key in result.experts if site_name(key) == str(site)]
+                if keys:
+                    located.experts[site] = result.experts[keys[0]]
+            on_pass(number + 1, located)
+            new = self._cures(made)
+            located.cures.append(new)
+            cures += [key for key in new if key not in cures]
+            if not waiting or not made:
+                located.unexplained = sorted(waiting) if not made else []
+                break
+        for result in located.passes[:1]:
+            for key, one in result.judged.items():
+                if one.verdict is Verdict.INCOMPARABLE:
+                    located.incomparable[key] = one.why or "not finite on either side"
+        return located
+
+    def _cures(self, sites: Iterable[Site]) -> list[str]:
+        """Keys whose grafting takes a drift made at `sites` out of what follows."""
+        known = set(self.recording.keys)
+        found = []
+        for site in sites:
+            target = in_place(site, CURED_AT.get(word(site), word(site)))
+            keys = [key for key in known if site_name(key) == target and ":rows" not in key and ":logit" not in key]
+            if word(site) == "router.topk":
+                keys.append(f"layers.{site.layer}.router.probs")
+            found += keys
+        return sorted(found)
+
+    def shard(self, result: Pass, site: Site) -> Shard:
+        """The coordinates of the run whose piece of the site differs."""
+        parallel = self.run.parallel
+        expert = site.module == "experts"
+        stages = frozenset({parallel.stage_of(site.layer, self.dims.layers)}) if site.in_layer and site.layer is not None else frozenset()
+        if not stages and parallel.pp > 1:
+            stages = frozenset({0 if site.module == "embedding" else parallel.pp - 1})
+        keys = [key for key, one in result.judged.items() if site_name(key) == str(site) and one.verdict is Verdict.DIFFERS]
+        if expert:
+            wrong = {e for key in keys for e in result.experts.get(key, [])}
+            width = self.dims.experts // parallel.ep
+            ranks = sorted({e // width for e in wrong}) or list(range(parallel.ep))
+            places = frozenset((ep, etp) for ep in ranks for etp in range(parallel.expert_tp))
+            return Shard(parallel, "run", True, places, stages)
+        wrong_tp: set[int] = set()
+        cut = self._cut_over_tp()
+        for key in keys:
+            wrong_tp |= _wrong_columns(result.values[key], parallel.tp, result.judged[key].tolerance) if key in cut else set(range(parallel.tp))
+        places = frozenset((tp, cp) for tp in wrong_tp for cp in range(parallel.cp)) or everywhere(parallel, DENSE_AXES)
+        return Shard(parallel, "run", False, places, stages)
+
+    def _cut_over_tp(self) -> set[str]:
+        """Keys whose features are cut over tp (the rest is whole, or cut along the sequence, on every tp rank)."""
+        found = set()
+        for tap in self.run.family.candidate_taps(self.run.dims, self.run.layout):
+            if tap.parsed.features_over("tp"):
+                found |= set(tap.keys)
+        return found
+
+
+def expected_keys(recording: Recording) -> list[str]:
+    """What has to be compared: everything the reference said, but for helpers, and layer inputs (the outputs before them)."""
+    helpers = ("experts.fc1:rows", "experts.fc2:rows", "shared_expert_gate:logit", "tokens", ".input")
+    return [key for key in recording.keys if not key.endswith(helpers)]
+
+
+def _handed(said: Said, grafted: set[str], recording: Recording) -> Callable[[str], torch.Tensor]:
+    """What the candidate's next module got: the graft where one is in place, else the candidate's own value."""
+
+    def value(key: str) -> torch.Tensor:
+        if key in grafted:
+            return recording[key]
+        if key not in said.tensors:
+            raise BisectError(f"the candidate said nothing at {key}")
+        return said.tensors[key].float()
+
+    return value
+
+
+def _without_ties(rule: torch.Tensor, chosen: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """The candidate's choice, with the rule's where the two differ only between equal scores (within two units in the last place)."""
+    differs = (rule != chosen).any(-1)
+    if not bool(differs.any()):
+        return chosen
+    scores = torch.softmax(logits.float(), -1)
+    least = scores.masked_fill(~chosen.bool(), math.inf).amin(-1)
+    most = scores.masked_fill(chosen.bool(), -math.inf).amax(-1)
+    tie = differs & ((most - least) <= 2 * torch.finfo(torch.float32).eps * most.abs())
+    return torch.where(tie[:, None], rule, chosen)
+
+
+def _made_here(result: Pass, known: set[Site]) -> tuple[list[Site], set[str]]:
+    """(sites that differ while all before them agrees, sites that differ behind another)."""
+    differing = result.differing()
+    cured = {str(site) for site in known}
+    made, waiting = [], set()
+    for name in sorted(differing - cured, key=lambda name: parse_site(name)):
+        site = parse_site(name)
+        before = {in_place(site, one) for one in upstream(site)}
+        if before & (differing - cured):
+            waiting.add(name)
+        else:
+            made.append(site)
+    # q, k or v rows wrong: the gate rows of the same packed tensor belong to that (contract rule 6)
+    packed = {site.layer for site in made if word(site) == "attention.qkv"}
+    return [site for site in made if site.module != "attention_gate" or site.layer not in packed], waiting
+
+
+def _worst_key(result: Pass, site: Site) -> Judged:
+    keys = [one for key, one in result.judged.items() if site_name(key) == str(site) and one.verdict is Verdict.DIFFERS]
+    return max(keys, key=lambda one: one.ratio)
+
+
+def _wrong_columns(pair: tuple[torch.Tensor, torch.Tensor], ways: int, tolerance: Tolerance) -> set[int]:
+    reference, candidate = pair
+    if ways == 1 or reference.shape[-1] % ways:
+        return set(range(ways))
+    wrong = set()
+    for i, (one, other) in enumerate(zip(reference.chunk(ways, -1), candidate.chunk(ways, -1), strict=True)):
+        if judge(measure(one, other), tolerance) is Verdict.DIFFERS:
+            wrong.add(i)
+    return wrong or set(range(ways))
+
+
+def decay_part(pair: tuple[torch.Tensor, torch.Tensor]) -> str:
+    """a_log where the ratio of decay is constant over tokens for each head, else dt_bias; decay where it can't be told."""
+    reference, candidate = (tensor.double() for tensor in pair)
+    if reference.shape[0] < 3 or bool((reference == 0).any()):
+        return "decay"
+    ratio = candidate / reference
+    spread = (ratio.std(0) / ratio.mean(0).abs().clamp_min(1e-30)).max().item()
+    return "a_log" if spread < 1e-4 else "dt_bias"
+
+
+def shows_at(recording: Recording, free: Said, site: Site) -> str | None:
+    """The first site after `site` at which the free run leaves the reference's own free-running noise."""
+    for key in in_order(expected_keys(recording)):
+        here = parse_site(split_key(key)[0])
+        if not site < here or key not in free.tensors or word(here) in PROBED or word(here) in ("experts.dispatch", "router.topk"):
+            continue
+        reference, candidate = recording[key].float(), free.tensors[key].float()
+        if here.module == "lm_head":
+            candidate = candidate[..., : reference.shape[-1]]
+        if reference.shape != candidate.shape:
+            continue
+        if judge(measure(reference, candidate), tolerance_of(recording, key, free=True)) is Verdict.DIFFERS:
+            return str(here)
+    return None
+
+
+def to_finding(bench: Bench, located: Located, site: Site) -> Finding:
+    """A located site as a finding whose class is still open."""
+    one = located.sites[site]
+    named = site
+    if site.part == "decay":
+        key = f"layers.{site.layer}.linear_attention.decay"
+        result = next(result for result in located.passes if result.judged[key].verdict is Verdict.DIFFERS)
+        named = replace(site, part=decay_part(result.values[key]))
+    elif site.module == "output":
+        named = replace(site, module="mlp")
+    return Finding(None, named, located.shards[site], difference=one.difference, tolerance=one.tolerance)
+
+
+__all__ = ["EXPERT_AXES", "Bench", "Judged", "Located", "Pass", "expected_keys", "shows_at", "to_finding"]

@@ -1,0 +1,246 @@
+"""The ladder: inputs, config, weights, forward.  Each stage adds what it found; the first that finds a fault ends it."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bisect_hooks.errors import UsageError
+from bisect_hooks.family import Dimensions, Family, family_of
+from bisect_hooks.parallel import Parallel
+from bisect_hooks.site import Site
+from bisect_tool import audit, config_check
+from bisect_tool.args import parallel_of, plain
+from bisect_tool.candidate import CandidateRun
+from bisect_tool.faults import Fault, Finding, group, span
+from bisect_tool.hf_directory import HuggingFaceDirectory, open_hf
+from bisect_tool.judge import Verdict
+from bisect_tool.prompts import Batch, make_batch, read_prompts
+from bisect_tool.ranks import WORLDS
+from bisect_tool.report import STAGES, Report, StageResult, not_run
+from bisect_tool.torch_dist import TorchDist, open_torch_dist
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a run was asked for, with everything it reads opened once.
+
+    parallel   how the candidate is run now · converted  how it was converted, when flags say so
+    """
+
+    reference_path: Path
+    candidate_path: Path
+    prompts: str | None = None
+    input_key: str | None = None
+    parallel: Parallel = field(default_factory=Parallel)
+    converted: Parallel | None = None
+    dtype: str = "fp32"
+    device: str = "cpu"
+    patch: Path | None = None
+    stages: tuple[str, ...] = STAGES
+    everything: bool = False
+    strict: bool = False
+    command: str = ""
+    progress: Progress = lambda _text: None
+
+    @cached_property
+    def reference(self) -> HuggingFaceDirectory:
+        return open_hf(self.reference_path)
+
+    @cached_property
+    def candidate(self) -> TorchDist:
+        return open_torch_dist(self.candidate_path)
+
+    @cached_property
+    def family(self) -> Family:
+        return family_of(self.reference.config)
+
+    @cached_property
+    def dims(self) -> Dimensions:
+        return self.family.reference_dimensions(self.reference.config)
+
+    @cached_property
+    def args(self) -> dict[str, Any]:
+        """The candidate's own words."""
+        found = plain(self.candidate.args)
+        if not found:
+            raise UsageError(f"{self.candidate.path} keeps no args (common.pt)", hint="without them nothing says how to build the candidate")
+        return found
+
+    @cached_property
+    def written_under(self) -> Parallel | None:
+        """The conversion's layout: flags, else the checkpoint's args, else unknown."""
+        return self.converted or parallel_of(plain(self.candidate.args), self.dims.layers)
+
+    @cached_property
+    def mismatches(self) -> list[config_check.Mismatch]:
+        return config_check.compare_settings(self.family, self.reference.config, self.args, self.candidate.layout)[0]
+
+    @cached_property
+    def auditor(self) -> audit.Auditor:
+        off = config_check.switched_off(self.mismatches) if self.candidate.args else {}
+        return audit.Auditor(self.family, self.reference, self.candidate, self.written_under, off)
+
+    @cached_property
+    def batch(self) -> Batch:
+        from bisect_hooks.hf import Tokenizer
+
+        assert self.prompts is not None
+        prompts = read_prompts(self.prompts, self.input_key)
+        return make_batch(prompts, lambda: Tokenizer(self.reference.path), vocabulary=self.dims.vocabulary, positions=self.dims.positions)
+
+    def candidate_run(self) -> CandidateRun:
+        return CandidateRun(
+            self.family, self.args, self.candidate.layout, self.candidate.path, self.parallel, DTYPES[self.dtype], self.device, self.batch, self.patch
+        )
+
+    def modules_of_layer(self, layer: int) -> set[str]:
+        """Modules of a layer that hold weights."""
+        rules = self.family.rules(self.dims, self.candidate.layout, self.reference.names, mtp=False)
+        return {rule.site.module for rule in rules if rule.site.layer == layer}
+
+    def explained(self, findings: list[Finding]) -> list[Fault]:
+        """Findings as faults, each with its sentence."""
+        faults = []
+        for fault in group(findings, self.modules_of_layer):
+            first = fault.first
+            if not first.explanation:
+                text, do = audit.explanation(fault) if first.relation else drift_explanation(fault)
+                fault = replace(fault, findings=(replace(first, explanation=text, next=do), *fault.findings[1:]))
+            faults.append(fault)
+        return faults
+
+
+def climb(job: Job) -> Report:
+    """Every stage asked for, in order, until one finds a fault (all of them with `everything`)."""
+    job.candidate, job.family, job.args  # noqa: B018 - bad input is refused before any work
+    if "forward" in job.stages and job.prompts is not None:
+        job.batch  # noqa: B018
+        if job.stages == ("inputs", "forward") or job.everything:
+            WORLDS.get(job.parallel.world, job.device)  # ranks start while the files are read
+    steps = {"inputs": inputs_stage, "config": config_stage, "weights": weights_stage, "forward": forward_stage}
+    results: list[StageResult] = []
+    answers: list[dict[str, str]] = []
+    for name in STAGES:
+        found_by = next((result.name for result in results if result.verdict is Verdict.DIFFERS), None)
+        if name not in job.stages:
+            results.append(not_run(name, "not asked for (--stages)"))
+        elif name == "engine":
+            results.append(not_run(name, "no rollout evidence was given"))
+        elif name in ("inputs", "forward") and job.prompts is None:
+            results.append(not_run(name, "no prompts were given"))
+        elif found_by and not job.everything:
+            results.append(not_run(name, f"the {found_by} stage found a fault; --all-stages goes on"))
+        else:
+            result = StageResult(name)
+            with timed(result):
+                job.progress(name)
+                steps[name](job, result, answers)
+            results.append(result)
+    return Report(results, provenance(job), answers, job.strict)
+
+
+@contextmanager
+def timed(result: StageResult) -> Iterator[None]:
+    started = time.monotonic()
+    yield
+    result.seconds = time.monotonic() - started
+
+
+def inputs_stage(job: Job, result: StageResult, _answers: list[dict[str, str]]) -> None:
+    """Are both sides given the same token ids?  Every data parallel rank's slice is put together again and compared."""
+    run, batch = job.candidate_run(), job.batch
+    fed = run.batch.ids(run.rows, run.length)
+    unequal = [i for i, row in enumerate(batch.rows) if fed[i, : len(row)].tolist() != list(row)]
+    if job.dims.vocabulary > run.dims.vocabulary:
+        raise UsageError(f"the candidate's vocabulary has {run.dims.vocabulary} rows, the reference's {job.dims.vocabulary}")
+    result.compared = {"prompts": len(batch.rows), "tokens": batch.tokens}
+    result.verdict = Verdict.DIFFERS if unequal else Verdict.AGREES
+    lengths = sorted(set(batch.lengths))
+    result.notes.append(f"lengths {span(lengths)}; padded to the right, padding is never compared; positions count from 0")
+
+
+def config_stage(job: Job, result: StageResult, _answers: list[dict[str, str]]) -> None:
+    mismatches, count = config_check.compare_settings(job.family, job.reference.config, job.args, job.candidate.layout)
+    parallel = job.written_under or Parallel()
+    of = "conversion" if job.written_under else "unknown"
+    result.faults = job.explained(config_check.findings(mismatches, parallel, of, job.dims.layers))
+    result.compared = {"settings": count}
+    result.probes = [one.shown for one in mismatches]
+    result.verdict = Verdict.DIFFERS if mismatches else Verdict.AGREES
+
+
+def weights_stage(job: Job, result: StageResult, _answers: list[dict[str, str]]) -> None:
+    found = job.auditor.run()
+    result.faults = job.explained(found.findings)
+    result.minor = job.explained(found.minor)
+    result.compared = {"tensors": found.tensors, "experts": found.experts}
+    result.skipped = found.skipped
+    result.notes = found.notes + [f"not compared: {line}" for line in found.missing]
+    skipped = len(job.candidate.skipped)
+    if skipped:
+        result.skipped.append((f"{skipped} entries of the checkpoint", "not weights (extra state, rng, optimizer)"))
+    nothing = not found.tensors
+    result.verdict = Verdict.DIFFERS if found.findings else Verdict.INCOMPARABLE if found.missing or nothing else Verdict.AGREES
+
+
+def forward_stage(job: Job, result: StageResult, answers: list[dict[str, str]]) -> None:
+    from bisect_tool.forward_stage import run_forward
+
+    run_forward(job, result, answers)
+
+
+def drift_explanation(fault: Fault) -> tuple[str, str]:
+    """The sentence of a forward fault that no relation explains."""
+    first = fault.first
+    size = f"{first.difference.relative_rms:.2g}" if first.difference else "?"
+    place = audit.where(fault)
+    do = {
+        "conversion": "Compare the tensors named here with the reference's: bisect-tool audit.",
+        "parallel": "The weights are right and one rank is right: look at how this layout cuts or reduces here.",
+        "model-definition": "The weights are right, and so it is on one rank: look at how the candidate defines this module (spec, flags).",
+        "capture": "The two sides did not see the same thing: record again.",
+    }.get(first.cls or "", "Run again with the weights stage: it decides between conversion and definition.")
+    return f"{place}: its output leaves the reference's by {size} relative rms, on the reference's own inputs.", do
+
+
+def provenance(job: Job) -> Mapping[str, Any]:
+    return {
+        "versions": {name: package_version(name) for name in ("torch", "megatron-core", "transformers")},
+        "reference": str(job.reference_path),
+        "candidate": str(job.candidate_path),
+        "layout": job.candidate.layout,
+        "digests": {"prompts": job.batch.digest} if job.prompts is not None else {},
+        "parallel": job.parallel.shown(),
+        "dtype": job.dtype if "forward" in job.stages else None,
+        "device": job.device if "forward" in job.stages else None,
+        "prompts": f"{job.prompts} ({len(job.batch.rows)} prompts, {job.batch.tokens} tokens)" if job.prompts is not None else None,
+        "seed": None,
+        "command": job.command,
+    }
+
+
+def package_version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def scratch() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="bisect-tool-")
+
+
+__all__ = ["Job", "Site", "climb"]

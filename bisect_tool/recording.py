@@ -1,0 +1,159 @@
+"""A Recording is what one side said for one batch: a directory that any program can read (format: golden/README.md).
+
+`recording.json` says where it came from; `<group>.safetensors` files, one a layer, hold the tensors.  Tensors are
+[tokens, features] with the real tokens of prompt after prompt, except the probed experts, which are [experts, rows, features].
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from bisect_hooks.errors import UsageError
+from bisect_hooks.site import parse_site
+from bisect_hooks.tap import split_key
+from bisect_tool.prompts import Batch
+
+SCHEMA = "bisect-tool/recording/1"
+PAGE = "recording.json"
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where a Recording came from.
+
+    rows               token ids of each prompt
+    replica_difference largest absolute difference between replicas, for keys where they were not bit-equal
+    floor, free_floor  relative rms a re-evaluation of the same function differs by (grafted, free-running), by key
+    """
+
+    side: str
+    family: str
+    model: str
+    dtype: str
+    rows: tuple[tuple[int, ...], ...]
+    parallel: Mapping[str, Any] = field(default_factory=dict)
+    layout: str = ""
+    grafted: bool = False
+    versions: Mapping[str, str] = field(default_factory=dict)
+    device: str = "cpu"
+    weights: Mapping[str, str] = field(default_factory=dict)
+    replica_difference: Mapping[str, float] = field(default_factory=dict)
+    floor: Mapping[str, float] = field(default_factory=dict)
+    free_floor: Mapping[str, float] = field(default_factory=dict)
+
+
+class Recording:
+    """Reads a recording directory lazily."""
+
+    def __init__(self, path: Path) -> None:
+        page = path / PAGE
+        if not page.is_file():
+            raise UsageError(f"{path} is no recording: it has no {PAGE}")
+        try:
+            found = json.loads(page.read_text())
+            if found.pop("schema", None) != SCHEMA:
+                raise UsageError(f"{page}: schema is not {SCHEMA}", hint="was it written by another version?")
+            self.files: dict[str, str] = found.pop("keys")
+            found["rows"] = tuple(map(tuple, found["rows"]))
+            self.provenance = Provenance(**found)
+        except (ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"{page} is damaged: {error}") from error
+        self.path = path
+
+    @property
+    def batch(self) -> Batch:
+        return Batch(self.provenance.rows)
+
+    @property
+    def keys(self) -> list[str]:
+        """In compute order."""
+        return in_order(self.files)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.files
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        if key not in self.files:
+            raise UsageError(f"{self.path} has no {key}")
+        file = self.path / self.files[key]
+        try:
+            with safe_open(file, framework="pt") as opened:
+                return opened.get_tensor(key)  # type: ignore[no-any-return]
+        except (SafetensorError, OSError) as error:
+            raise UsageError(f"{file} can't be read: {error}") from error
+
+
+class Writer:
+    """Writes groups as they come; `recording.json` comes last, so half a recording is none."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.keys: dict[str, str] = {}
+
+    def add(self, group: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        if not tensors:
+            return
+        file = f"{group}.safetensors"
+        number = 0
+        while (self.path / file).exists():
+            number += 1
+            file = f"{group}.{number}.safetensors"
+        contiguous = {key: tensors[key].contiguous() for key in sorted(tensors)}
+        # one metadata key: with several, safetensors writes them in another order every time
+        save_file(contiguous, self.path / file, metadata={"format": "pt"})
+        self.keys |= dict.fromkeys(contiguous, file)
+
+    def close(self, provenance: Provenance) -> None:
+        page = {"schema": SCHEMA, **asdict(provenance), "keys": {key: self.keys[key] for key in in_order(self.keys)}}
+        (self.path / PAGE).write_text(json.dumps(page, indent=1, sort_keys=True) + "\n")
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[Writer]:
+    """A Writer whose directory is there only when the block ended well.  Raises UsageError for a directory in use."""
+    if path.exists() and any(path.iterdir()):
+        if not (path / PAGE).is_file():
+            raise UsageError(f"{path} holds something else", hint="give an empty or new directory")
+        shutil.rmtree(path)
+    partial = path.with_name(path.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield Writer(partial)
+        shutil.rmtree(path, ignore_errors=True)
+        partial.rename(path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def group_of(key: str) -> str:
+    """The file a key lives in: one a layer, one for what is outside the layers."""
+    site = parse_site(split_key(key)[0])
+    return f"layers.{site.layer:03d}" if site.in_layer else "outside"
+
+
+def by_group(keys: Iterable[str]) -> dict[str, list[str]]:
+    groups: dict[str, list[str]] = {}
+    for key in keys:
+        groups.setdefault(group_of(key), []).append(key)
+    return groups
+
+
+def in_order(keys: Iterable[str]) -> list[str]:
+    """Keys in compute order of their sites."""
+
+    def order(key: str) -> tuple[Any, str]:
+        site, piece = split_key(key)
+        return parse_site(site).order, piece
+
+    return sorted(keys, key=order)

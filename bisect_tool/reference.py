@@ -1,0 +1,208 @@
+"""The reference as the driver sees it: its Recording, its probes of the experts, and its own noise.
+
+The allowance at a site comes from the reference itself: the same function, on the same inputs, evaluated another way.  Three
+re-evaluations are made, each layer given the same inputs as the first time:
+
+    another order   half the chunk of the delta rule, experts in one batched product
+    alone           every prompt in a batch of its own, so other shapes and other blocking
+    half an ulp     every weight and every grafted input moved by up to half a unit in its last place (seeded)
+
+The floor of a site is the largest relative rms of the three, and at least half a unit in the last place; the allowance is
+MARGIN times the floor.  The margin covers that the candidate adds its own order of sums to ours; `make bench` prints how much
+of it clean runs use.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bisect_hooks.family import CheckpointLayout, Dimensions, Family
+from bisect_hooks.hf import VERSION, Reference
+from bisect_hooks.site import parse_site
+from bisect_hooks.tap import split_key
+from bisect_tool.hf_directory import HuggingFaceDirectory
+from bisect_tool.judge import Tolerance
+from bisect_tool.measure import measure
+from bisect_tool.prompts import Batch
+from bisect_tool.recording import Provenance, Recording, by_group, writing
+
+MARGIN = 8.0
+SEED = 20260423
+PROBE_ROWS = 8
+SOURCE = f"{MARGIN:.0f} x the reference's own noise (three re-evaluations)"
+
+
+def base_grafts(dims: Dimensions) -> list[str]:
+    """Where each layer is cut loose: its input, the output of its mixer, and what leaves the last layer."""
+    mixers = [f"layers.{n}.{dims.kinds[n]}.out_proj" for n in range(dims.layers)]
+    return [*(f"layers.{n}.input" for n in range(dims.layers)), *mixers, f"layers.{dims.layers - 1}.output", "final_norm"]
+
+
+def load_reference(
+    directory: HuggingFaceDirectory, family: Family, layout: CheckpointLayout, dtype: torch.dtype, device: str
+) -> tuple[Reference, list[str]]:
+    """The model, with the table's lossy rows applied; and a note for each kind of row that rounds, with its size."""
+    dims = family.reference_dimensions(directory.config)
+    reference = Reference(directory.path, family, dims, dtype, torch.device(device))
+    rounded: dict[str, torch.Tensor] = {}
+    worst: dict[str, float] = {}
+    for rule in family.rules(dims, layout, directory.names, mtp=False):
+        if rule.op.lossy:
+            before = [directory.read(name) for name in rule.references]
+            after = rule.op.backward(rule.op.forward(before))
+            rounded |= dict(zip(rule.references, after, strict=True))
+            kind = f"{rule.site.module}.{rule.site.part}"
+            worst[kind] = max(worst.get(kind, 0.0), *(measure(b, a).relative_rms for b, a in zip(before, after, strict=True)))
+    reference.put(rounded)
+    notes = [
+        f"{kind}: the {layout} layout stores it rounded (relative rms up to {size:.1e}); the reference was run through the same rounding"
+        for kind, size in worst.items()
+    ]
+    return reference, notes
+
+
+def record_reference(reference: Reference, batch: Batch, out: Path, *, model: str, layout: CheckpointLayout, noise: bool = True) -> Recording:
+    """Runs the reference freely, writes everything it said, and measures its own noise at every key."""
+    ids, mask = batch.ids(), batch.mask()
+    said = _packed(reference.record(ids, mask), batch)
+    said |= dispatch_of(reference, said)
+    probes = _probe_all(reference, said)
+    floor, free_floor = _noise(reference, batch, said, probes) if noise else ({}, {})
+    provenance = Provenance(
+        side="reference",
+        family=reference.family.name,
+        model=model,
+        dtype=str(reference.dtype).removeprefix("torch."),
+        rows=batch.rows,
+        layout=layout,
+        versions={"torch": torch.__version__, "transformers": VERSION},
+        device=str(reference.device),
+        floor=floor,
+        free_floor=free_floor,
+    )
+    everything = said | probes
+    with writing(out) as writer:
+        for group, keys in by_group(everything).items():
+            writer.add(group, {key: everything[key].cpu() for key in keys})
+        writer.close(provenance)
+    return Recording(out)
+
+
+def probe_inputs(recording: Recording, dims: Dimensions) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """What every expert of a layer is probed with: rows of the reference's MoE input, and its own activations for fc2."""
+    inputs = {}
+    for layer in range(dims.layers):
+        if dims.moe[layer]:
+            inputs[layer] = (recording[f"layers.{layer}.experts.fc1:rows"], recording[f"layers.{layer}.experts.fc2:rows"])
+    return inputs
+
+
+def tolerance_of(recording: Recording, key: str, *, free: bool = False) -> Tolerance:
+    floor = (recording.provenance.free_floor if free else recording.provenance.floor).get(key, 0.0)
+    return Tolerance(MARGIN * floor, SOURCE)
+
+
+def _packed(canonical: Mapping[str, torch.Tensor], batch: Batch) -> dict[str, torch.Tensor]:
+    return {key: batch.pack(tensor) for key, tensor in canonical.items()}
+
+
+def dispatch_of(reference: Reference, said: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What experts have to be handed: each token's row once for each of its experts, and the weight it is given there."""
+    found = {}
+    for layer in range(reference.dims.layers):
+        if reference.dims.moe[layer]:
+            prefix = f"layers.{layer}"
+            chosen = said[f"{prefix}.router.topk"].bool()
+            found[f"{prefix}.experts.dispatch:rows"] = said[f"{prefix}.pre_mlp_norm"].repeat(1, reference.dims.top_k)
+            found[f"{prefix}.experts.dispatch:probs"] = said[f"{prefix}.router.probs"][chosen].reshape(chosen.shape[0], -1)
+    return found
+
+
+def _probe_all(reference: Reference, said: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    probes: dict[str, torch.Tensor] = {}
+    for layer in range(reference.dims.layers):
+        if reference.dims.moe[layer]:
+            tokens = said[f"layers.{layer}.pre_mlp_norm"]
+            step = max(1, len(tokens) // PROBE_ROWS)
+            rows = tokens[::step][:PROBE_ROWS]
+            first, inner, second = reference.probe_experts(layer, rows)
+            probes |= {
+                f"layers.{layer}.experts.fc1:rows": rows,
+                f"layers.{layer}.experts.fc2:rows": inner,
+                f"layers.{layer}.experts.fc1": first,
+                f"layers.{layer}.experts.fc2": second,
+            }
+    return probes
+
+
+def _noise(
+    reference: Reference, batch: Batch, said: Mapping[str, torch.Tensor], probes: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, float], dict[str, float]]:
+    ids, mask = batch.ids(), batch.mask()
+    grafts = {key: said[key] for key in base_grafts(reference.dims)}
+    least = torch.finfo(reference.dtype).eps / 2
+    floor, free = dict.fromkeys(said, least), dict.fromkeys(said, least)
+
+    def put(grafted: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {key: batch.unpack(value, *ids.shape) for key, value in grafted.items()}
+
+    def raise_to(levels: dict[str, float], again: Mapping[str, torch.Tensor]) -> None:
+        for key in again:
+            if _is_choice(key):
+                continue  # a choice has no noise: it is judged by the rule on the candidate's own logits
+            levels[key] = max(levels[key], measure(said[key], again[key]).relative_rms)
+
+    with reference.another_order():
+        raise_to(floor, _packed(reference.record(ids, mask, put(grafts)), batch))
+        raise_to(free, _packed(reference.record(ids, mask), batch))
+    raise_to(floor, _alone(reference, batch, grafts))
+    with reference.half_an_ulp_off(SEED) as nudge:
+        raise_to(floor, _packed(reference.record(ids, mask, put({key: nudge(value) for key, value in grafts.items()})), batch))
+        raise_to(free, _packed(reference.record(ids, mask), batch))
+        for key in (key for key in probes if ":" not in key):
+            floor[key] = least
+        for layer in range(reference.dims.layers):
+            if reference.dims.moe[layer]:
+                first, _, second = reference.probe_experts(layer, nudge(probes[f"layers.{layer}.experts.fc1:rows"]))
+                for key, again in ((f"layers.{layer}.experts.fc1", first), (f"layers.{layer}.experts.fc2", second)):
+                    # each expert is judged by itself, so the floor is the worst expert's
+                    floor[key] = max(floor[key], *(measure(a, b).relative_rms for a, b in zip(probes[key], again, strict=True)))
+    return floor, free
+
+
+def _alone(reference: Reference, batch: Batch, grafts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Every prompt in a batch of its own, put together again."""
+    parts: dict[str, list[torch.Tensor]] = {}
+    split = {key: value.split(list(batch.lengths)) for key, value in grafts.items()}
+    for i, row in enumerate(batch.rows):
+        one = replace(batch, rows=(row,))
+        put = {key: pieces[i][None] for key, pieces in split.items()}
+        for key, value in _packed(reference.record(one.ids(), one.mask(), put), one).items():
+            parts.setdefault(key, []).append(value)
+    return {key: torch.cat(values) for key, values in parts.items()}
+
+
+def _is_choice(key: str) -> bool:
+    site = parse_site(split_key(key)[0])
+    return site.module == "tokens" or site.part == "topk"
+
+
+def answers_of(logits_of: Any, rows: list[list[int]], *, end: int | None, limit: int) -> list[list[int]]:
+    """Greedy continuations of each row.  `logits_of` maps rows of ids to the logits after each row's last token."""
+    said: list[list[int]] = [[] for _ in rows]
+    done = [False] * len(rows)
+    for _ in range(limit):
+        logits = logits_of([row + one for row, one in zip(rows, said, strict=True)])
+        for i, token in enumerate(logits.argmax(-1).tolist()):
+            if not done[i]:
+                said[i].append(token)
+                done[i] = token == end
+        if all(done):
+            break
+    return said

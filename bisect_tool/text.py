@@ -1,0 +1,106 @@
+"""The terminal report, made from a report page.  One screen: what was compared, the floor, the probes, the fault, what to do."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+WIDTH = 118
+
+
+def render(page: Mapping[str, Any]) -> str:
+    lines = [*_sides(page), "", *_stages(page)]
+    for number, fault in enumerate(page["faults"], 1):
+        lines += ["", *_fault(fault, number if len(page["faults"]) > 1 else 0)]
+        if number == 4 and len(page["faults"]) > 5:
+            lines += ["", f"and {len(page['faults']) - 4} more faults, in report.json"]
+            break
+    for fault in page["minor"]:
+        lines += ["", *_wrapped("minor", f"{fault['explanation'] or fault['site']} Layers {_list(fault['layers'])}; changes no verdict.")]
+    for answer in page.get("answers", ()):
+        lines += ["", *_wrapped("answer", f"to {answer['prompt']!r}: reference {answer['reference']!r}, candidate {answer['candidate']!r}")]
+    return "\n".join([*lines, "", *_conclusion(page)]) + "\n"
+
+
+def _sides(page: Mapping[str, Any]) -> list[str]:
+    come = page["provenance"]
+    versions = come.get("versions", {})
+    sizes = ", ".join(f"{axis} {size}" for axis, size in (come.get("parallel") or {}).items() if size and size != 1) or "one rank"
+    asked = {"fp32": "fp32 both sides: is it the same function?", None: ""}.get(come.get("dtype"), str(come.get("dtype")))
+    lines = [f"reference  {come.get('reference')}  transformers {versions.get('transformers', '')}".rstrip()]
+    if come.get("candidate"):
+        lines.append(f"candidate  {come['candidate']}  megatron-core {versions.get('megatron-core', '')}  {come.get('layout') or ''}  {sizes}".rstrip())
+    if come.get("prompts"):
+        lines.append(f"prompts    {come['prompts']}" + (f"  {asked}" if asked else ""))
+    return lines
+
+
+def _stages(page: Mapping[str, Any]) -> list[str]:
+    lines, number = [], 0
+    for stage in page["stages"]:
+        if stage["verdict"] is None:
+            continue
+        counts = ", ".join(f"{count} {what}" for what, count in stage["compared"].items()) or "nothing"
+        lines.append(f"{stage['name']:<9}  {stage['verdict']:<12}  {counts}  {stage['seconds']:.1f} s")
+        for probe in stage["probes"]:
+            number += 1
+            lines += _wrapped(f"  {number:>2}", probe, indent=5)
+        for note in stage["notes"][:6]:
+            lines += _wrapped("  note", note, indent=7)
+        if len(stage["notes"]) > 6:
+            lines.append(f"  note and {len(stage['notes']) - 6} more notes, in report.json")
+        for one in stage["skipped"][:4]:
+            lines += _wrapped("  left out", f"{one['what']}: {one['why']}", indent=11)
+    return lines
+
+
+def _fault(fault: Mapping[str, Any], number: int) -> list[str]:
+    difference, tolerance = fault["difference"], fault["tolerance"]
+    lines = _wrapped(f"FAULT {number}" if number else "FAULT", fault["explanation"])
+    if difference["compared"]:
+        at = "".join(f"[{i}]" for i in difference["index"])
+        lines += _wrapped(
+            "  at", f"{fault['site']}: {_short(difference['relative_rms'])} relative rms (up to {_short(tolerance['relative_rms'])} allowed: {tolerance['source']}); "
+            f"largest at {at}: reference {_short(difference['reference_value'])}, candidate {_short(difference['candidate_value'])}",
+        )  # fmt: skip
+    names = fault["tensors"]
+    for side in ("reference", "candidate"):
+        if names[side]:
+            more = f" and {len(names[side]) - 2} more" if len(names[side]) > 2 else ""
+            lines += _wrapped(f"  {side}", ", ".join(names[side][:2]) + more)
+    if fault["shows_at"]:
+        lines += _wrapped("  shows at", fault["shows_at"])
+    if fault["proof"]:
+        proof = fault["proof"]
+        levels = f": {_short(proof['before'])} → {_short(proof['after'])}" if proof["before"] is not None else ""
+        lines += _wrapped("  proof", f"{proof['experiment']}{levels}")
+        lines += _wrapped("  control", proof["control"])
+    return lines + _wrapped("  next", fault["next"])
+
+
+def _conclusion(page: Mapping[str, Any]) -> list[str]:
+    idle = [(stage["name"], stage["skipped"][0]["why"]) for stage in page["stages"] if stage["verdict"] is None and stage["skipped"]]
+    by_reason: dict[str, list[str]] = {}
+    for name, why in idle:
+        by_reason.setdefault(why, []).append(name)
+    lines = [line for why, names in by_reason.items() for line in _wrapped("not looked at", f"{', '.join(names)} ({why})")]
+    said = {
+        "agrees": "AGREES: everything expected was compared and agrees.",
+        "differs": f"DIFFERS: {len(page['faults'])} fault{'s' if len(page['faults']) != 1 else ''}.",
+        "incomparable": "INCOMPARABLE: no fault found, and something expected was not compared; it is listed above.",
+    }[page["verdict"]]
+    return [*lines, said]
+
+
+def _wrapped(label: str, text: str, indent: int = 13) -> list[str]:
+    body = textwrap.wrap(text, WIDTH - indent, break_long_words=False, break_on_hyphens=False) or [""]
+    return [f"{label:<{indent - 1}} {body[0]}", *(" " * indent + line for line in body[1:])]
+
+
+def _short(value: Any) -> str:
+    return f"{value:.2g}" if isinstance(value, float) else str(value)
+
+
+def _list(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers)) or "none"

@@ -1,0 +1,207 @@
+"""One rank of a candidate.  Started by `ranks.World`; does what it is told over a socket until that closes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import sys
+import traceback
+from argparse import Namespace
+from dataclasses import dataclass, field
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from bisect_hooks import mcore
+from bisect_hooks.errors import BisectError, UsageError
+from bisect_hooks.family import families
+from bisect_hooks.tap import Graft
+from bisect_tool.candidate import Built
+from bisect_tool.hf_directory import HuggingFaceDirectory, open_hf
+from bisect_tool.prompts import Batch
+from bisect_tool.ranks import listen, say
+from bisect_tool.recording import Recording
+from bisect_tool.torch_dist import open_torch_dist
+
+
+@dataclass(slots=True)
+class Rank:
+    """The commands.  Every public method is one; its arguments and answer travel between our own processes."""
+
+    device: torch.device
+    candidate: mcore.Candidate | None = None
+    built: Built | None = None
+    references: dict[Path, HuggingFaceDirectory] = field(default_factory=dict)
+
+    @property
+    def here(self) -> mcore.Candidate:
+        if self.candidate is None:
+            raise BisectError("no model is built on this rank")
+        return self.candidate
+
+    def build(self, what: Built, checkpoint: Path | None, patch: Path | None = None) -> dict[str, list[str]]:
+        """Builds and loads.  Answers {"missing": parameters nothing was loaded into}."""
+        self.candidate = None
+        family = families()[what.family]
+        self.candidate = mcore.build(family, what.args, what.layout, what.parallel, self.device, what.dtype, mtp=what.mtp)
+        self.built = what
+        if checkpoint is not None:
+            # whatever is missing is a finding of the weights stage; here it must not become zeros or an old value
+            mcore.load(self.candidate, checkpoint, _renamed(self.candidate, checkpoint))
+        if patch is not None:
+            run_patch(patch, self.candidate)
+        return {"missing": mcore.unfilled(self.candidate)}
+
+    def put_reference(self, reference: Path, keys: list[str] | None) -> list[str]:
+        """Overwrites the named tensors (None: all) by what the weight table makes of the reference.  Answers the keys written."""
+        directory, family = self._reference(reference), self.here.family
+        dims = family.reference_dimensions(directory.config)
+        rules = family.rules(dims, self.here.layout, directory.names, mtp=self.here.dims.mtp > 0)
+        rule_of = {made.name: rule for rule in rules for made in rule.candidates}
+        made: dict[str, torch.Tensor] = {}
+
+        def tensor(key: str) -> torch.Tensor | None:
+            if key not in rule_of or (keys is not None and key not in keys):
+                return None
+            if key not in made:
+                made.clear()
+                made.update(rule_of[key].forward([directory.read(name) for name in rule_of[key].references]))
+            return made[key]
+
+        return mcore.fill(self.here, tensor, PADDED)
+
+    def record(self, rows: Batch, ids: torch.Tensor, graft: tuple[Path, list[str]] | None, out: Path) -> None:
+        """One forward of the whole batch `ids` [b s]; what this rank heard goes to `out`/rank<r>.safetensors by tap id."""
+        candidate, parallel = self.here, self.here.parallel
+        batch = ids.shape[0] // parallel.dp
+        local = ids[candidate.at.dp * batch : (candidate.at.dp + 1) * batch]
+        sizes = {"b": batch, "s": ids.shape[1] // (parallel.tp if parallel.sp else 1)}
+        values = {}
+        if graft is not None:
+            recording = Recording(graft[0])
+            here = {key for tap in candidate.taps for key in tap.keys}
+            values = {key: rows.unpack(recording[key], *ids.shape) for key in graft[1] if key in here}
+        with mcore.listening_to_experts(candidate) as dispatched:
+            heard = mcore.record(candidate, local, candidate.taps, Graft(values, candidate.at, sizes, parallel))
+        tensors = {tap.id: heard.one(tap) for tap in candidate.taps}
+        for (layer, expert), (tokens, probabilities) in dispatched.items():
+            tensors[f"dispatch|{layer}|{expert}|rows"] = tokens
+            tensors[f"dispatch|{layer}|{expert}|probs"] = probabilities
+        save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, out / f"rank{dist.get_rank()}.safetensors")
+
+    def probe(self, rows: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """Every local expert of every local layer on the same rows: layer → (fc1 [e t f/etp], fc2 [e t h])."""
+        candidate = self.here
+        return {
+            layer: tuple(part.cpu() for part in mcore.probe_experts(candidate, layer, *inputs))  # type: ignore[misc]
+            for layer, inputs in rows.items()
+            if layer in candidate.layers
+        }
+
+    def logits(self, ids: torch.Tensor, positions: list[int]) -> torch.Tensor | None:
+        """ids [b s] → this rank's columns of the logits at one position of each row, [b v/tp]; None off the last stage."""
+        candidate = self.here
+        batch = ids.shape[0] // candidate.parallel.dp
+        start = candidate.at.dp * batch
+        output = mcore.forward(candidate, ids[start : start + batch])
+        if output is None:
+            return None
+        return torch.stack([output[positions[start + i], i] for i in range(batch)]).cpu()
+
+    def save(self, reference: Path, out: Path, common: dict[str, Any]) -> dict[str, list[str]]:
+        """Fills the built model from the reference by the table and saves it.  Answers what no rule made and what none read."""
+        directory, candidate = self._reference(reference), self.here
+        dims = candidate.family.reference_dimensions(directory.config)
+        rules = candidate.family.rules(dims, candidate.layout, directory.names, mtp=candidate.dims.mtp > 0)
+        dtypes = {made.name: directory.dtypes[rule.references[0]] for rule in rules for made in rule.candidates}
+        mcore.set_dtypes(candidate, dtypes.get)
+        written = set(self.put_reference(reference, None))
+        needed = {local.key for local in mcore.local_tensors(candidate)}
+        if needed - written:
+            return {"unmade": sorted(needed - written), "keys": sorted(needed)}
+        self._write(out, common)
+        return {"unmade": [], "keys": sorted(needed)}
+
+    def save_again(self, checkpoint: Path, out: Path, common: dict[str, Any]) -> None:
+        """Saves what was loaded from `checkpoint` under this layout, every tensor in the dtype it has there."""
+        stored = open_torch_dist(checkpoint).tensors
+        mcore.set_dtypes(self.here, lambda key: stored[key].dtype if key in stored else None)
+        mcore.load(self.here, checkpoint, _renamed(self.here, checkpoint))
+        self._write(out, common)
+
+    def _write(self, out: Path, common: dict[str, Any]) -> None:
+        if dist.get_rank() == 0:
+            out.mkdir(parents=True, exist_ok=True)
+        dist.barrier()
+        mcore.save(self.here, out, common | {"args": Namespace(**common["args"])})
+        dist.barrier()
+
+    def _reference(self, path: Path) -> HuggingFaceDirectory:
+        if path not in self.references:
+            self.references[path] = open_hf(path)
+        return self.references[path]
+
+
+PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
+
+
+def _renamed(candidate: mcore.Candidate, checkpoint: Path) -> dict[str, str]:
+    """Keys of this build that the checkpoint keeps under another name (Transformer Engine fuses norms into linears)."""
+    stored = open_torch_dist(checkpoint).tensors
+    rules = candidate.family.rules(candidate.dims, candidate.layout, (), mtp=candidate.dims.mtp > 0)
+    return {own: alias for rule in rules for own, alias in rule.aliases if own not in stored and alias in stored}
+
+
+def run_patch(path: Path, candidate: mcore.Candidate) -> None:
+    """Runs `patch(model, parallel)` of a file the user named with --candidate-patch."""
+    spec = importlib.util.spec_from_file_location("candidate_patch", path)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not callable(getattr(module, "patch", None)):
+        raise UsageError(f"{path} defines no patch(model, parallel)")
+    with torch.no_grad():
+        module.patch(candidate.model, candidate.parallel)
+
+
+def serve(connection: Connection, rank: Rank) -> None:
+    while True:
+        try:
+            command, arguments = listen(connection)
+        except (EOFError, ConnectionError):
+            return
+        try:
+            answer = getattr(rank, command)(**arguments)
+        except UsageError as error:
+            say(connection, (False, UsageError(error.message, error.hint)))
+        except BaseException as error:
+            traceback.print_exc()
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            text = str(error).splitlines()[0] if str(error) else ""
+            at = f"{Path(where.filename).name}:{where.lineno}"
+            said = error.message if isinstance(error, BisectError) else f"{type(error).__name__}: {text} ({at})"
+            say(connection, (False, BisectError(f"rank {dist.get_rank()}: {said}", getattr(error, "hint", ""))))
+        else:
+            say(connection, (True, answer))
+
+
+def main() -> None:
+    """worker DIRECTORY RANK WORLD DEVICE"""
+    directory, rank, world, device = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), torch.device(sys.argv[4])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    mcore.join_world(rank, world, directory / "store", device)
+    with Client(str(directory / "socket"), family="AF_UNIX", authkey=bytes.fromhex(os.environ["BISECT_AUTHKEY"])) as connection:
+        say(connection, rank)
+        serve(connection, Rank(device))
+    os._exit(0)  # gloo's threads can keep a process whose work is done
+
+
+if __name__ == "__main__":
+    main()

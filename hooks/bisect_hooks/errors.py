@@ -1,0 +1,20 @@
+"""One family of errors.  Each knows its exit code and what to do next; the command line prints it once."""
+
+from __future__ import annotations
+
+
+class BisectError(Exception):
+    """An error of ours (exit 70).  `hint` says what to do next and is printed on the same line."""
+
+    exit_code = 70
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(f"{message}; {hint}" if hint else message)
+        self.message = message
+        self.hint = hint
+
+
+class UsageError(BisectError):
+    """A usage, or an input that can't be read or does not fit (exit 2)."""
+
+    exit_code = 2

@@ -1,0 +1,174 @@
+"""The reference's side: transformers' own modules, eager attention.  The only file that imports transformers."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+import torch
+import transformers
+from transformers.utils import logging as transformers_logging
+
+from bisect_hooks.errors import UsageError
+from bisect_hooks.family import Derived, Dimensions, Family
+from bisect_hooks.parallel import Parallel
+from bisect_hooks.tap import NO_GRAFT, Graft, Heard, Tap, find, listening
+
+VERSION = transformers.__version__
+ONE = Parallel()
+
+# where the reference computes the same function another way: what the noise floor is measured with
+CHUNKED_RULES = ("torch_chunk_gated_delta_rule",)
+
+
+class Reference:
+    """A reference model in eval mode, and how to run it."""
+
+    def __init__(self, path: Path, family: Family, dims: Dimensions, dtype: torch.dtype, device: torch.device) -> None:
+        quiet()
+        try:
+            self.model = transformers.AutoModelForCausalLM.from_pretrained(
+                path, config=_text_config(path), dtype=dtype, attn_implementation="eager", experts_implementation="eager", local_files_only=True
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            raise UsageError(f"transformers can't load {path}: {str(error).splitlines()[0]}") from error
+        self.model.to(device).eval().requires_grad_(False)
+        self.family, self.dims, self.dtype, self.device = family, dims, dtype, device
+        self.taps = family.reference_taps(dims)
+        self.derived = family.derived(dims, "reference")
+
+    def put(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Overwrites parameters by their canonical names (a lossy row of the table: both sides then have what it makes)."""
+        named = dict(self.model.named_parameters())
+        for name, tensor in weights.items():
+            named[name].data.copy_(tensor)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """ids, mask [b s] → logits [b s v]"""
+        with torch.no_grad():
+            output = self.model(input_ids=ids.to(self.device), attention_mask=mask.to(self.device), use_cache=False)
+        return output.logits  # type: ignore[no-any-return]
+
+    def record(self, ids: torch.Tensor, mask: torch.Tensor, graft: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+        """Every canonical tensor [b s f] by key, from one forward.  `graft` puts values in their place on the way."""
+        sizes = {"b": ids.shape[0], "s": ids.shape[1]}
+        at = ONE.coordinates(0)
+        with listening(self.model, self.taps, Graft(graft, at, sizes, ONE) if graft else NO_GRAFT, where=" on the reference") as heard:
+            self.forward(ids, mask)
+        return canonical(heard, self.taps, self.derived, sizes)
+
+    def probe_experts(self, layer: int, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Every expert on the same rows [t h]: (fc1 [e t 2f], activation [e t f], fc2 [e t h]), with the module's own weights."""
+        experts = find(self.model, f"model.layers.{layer}.mlp.experts")
+        rows = rows.to(self.device, self.dtype)
+        with torch.no_grad():
+            first = torch.stack([torch.nn.functional.linear(rows, weight) for weight in experts.gate_up_proj])
+            gate, up = first.chunk(2, dim=-1)
+            inner = experts.act_fn(gate) * up
+            second = torch.stack([torch.nn.functional.linear(one, weight) for one, weight in zip(inner, experts.down_proj, strict=True)])
+        return first, inner, second
+
+    @contextmanager
+    def another_order(self) -> Iterator[None]:
+        """The same function by other sums: half the chunk of the delta rule, experts in one batched product."""
+        module = __import__(type(self.model).__module__, fromlist=["x"])
+        before = self.model.config._experts_implementation
+        originals = {name: getattr(module, name) for name in CHUNKED_RULES if hasattr(module, name)}
+        try:
+            self.model.set_experts_implementation("batched_mm")
+            for name, original in originals.items():
+                setattr(module, name, _with_chunk(original, 32))
+            yield
+        finally:
+            self.model.set_experts_implementation(before)
+            for name, original in originals.items():
+                setattr(module, name, original)
+
+    @contextmanager
+    def half_an_ulp_off(self, seed: int) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+        """Every weight moved by up to half a unit in its last place; yields the same for an input."""
+        generator = torch.Generator().manual_seed(seed)
+        ulp = torch.finfo(self.dtype).eps / 2
+        kept = {name: parameter.data.clone() for name, parameter in self.model.named_parameters()}
+
+        def nudge(tensor: torch.Tensor) -> torch.Tensor:
+            noise = torch.rand(tensor.shape, generator=generator).mul_(2).sub_(1).to(tensor.device)
+            return (tensor.float() * (1 + ulp * noise)).to(tensor.dtype)
+
+        try:
+            for parameter in self.model.parameters():
+                parameter.data = nudge(parameter.data)
+            yield nudge
+        finally:
+            for name, parameter in self.model.named_parameters():
+                parameter.data = kept[name]
+
+
+def canonical(heard: Heard, taps: tuple[Tap, ...], derived: tuple[Derived, ...], sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
+    """What a one-rank side heard, in canonical order by key."""
+    found = {}
+    for tap in taps:
+        gathered = tap.parsed.gather([(ONE.coordinates(0), heard.one(tap))], sizes, ONE)
+        for key, piece in zip(tap.keys, tap.parsed.pieces, strict=True):
+            found[key] = gathered[piece].tensor
+    for made in derived:
+        found[made.key] = made.formula(*(found[key] for key in made.sources))
+    return found
+
+
+class Tokenizer:
+    """The tokenizer of a directory: text or messages → token ids, and back."""
+
+    def __init__(self, path: Path) -> None:
+        quiet()
+        if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")):
+            raise UsageError(f"{path} has no tokenizer, and a prompt is text", hint="give prompts as input_ids (JSONL), or add tokenizer.json")
+        try:
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
+        except Exception as error:
+            raise UsageError(f"the tokenizer of {path} can't be loaded: {str(error).splitlines()[0]}") from error
+
+    def ids(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, str):
+            return [int(token) for token in self.tokenizer(prompt)["input_ids"]]
+        try:
+            text = self.tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        except Exception as error:
+            raise UsageError(f"messages need a chat template: {str(error).splitlines()[0]}") from error
+        return [int(token) for token in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+    def text(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids))
+
+    @property
+    def end(self) -> int | None:
+        return self.tokenizer.eos_token_id  # type: ignore[no-any-return]
+
+
+def quiet() -> None:
+    """transformers says on every load which fast kernels are not installed; none of them is wanted here."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
+
+def _text_config(path: Path) -> Any:
+    """The text model's config also where config.json wraps it: loading a text checkpoint with the outer class is a trap."""
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"transformers can't read {path / 'config.json'}: {str(error).splitlines()[0]}") from error
+    return config.get_text_config()
+
+
+def _with_chunk(original: Callable[..., Any], size: int) -> Callable[..., Any]:
+    def chunked(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **{**kwargs, "chunk_size": math.ceil(size)})
+
+    return chunked

@@ -1,0 +1,142 @@
+"""Parallel sizes, and where a rank stands in them.
+
+Megatron numbers ranks with tp fastest, then cp, then dp, then pp; experts with etp fastest, then ep, then expert dp, then pp
+(`parallel_state.RankGenerator`, order "tp-cp-ep-dp-pp").
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field, replace
+
+from bisect_hooks.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Coordinates:
+    """Where one rank stands, each counted from 0."""
+
+    tp: int
+    pp: int
+    dp: int
+    ep: int
+    etp: int
+    cp: int = 0
+
+    def __getitem__(self, axis: str) -> int:
+        return int(getattr(self, axis))
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """The sizes of a layout.  etp defaults to tp, as in Megatron.
+
+    pp_layers  layers of each pipeline stage, or () for an even split
+    """
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    cp: int = 1
+    vpp: int = 1
+    sp: bool = False
+    pp_layers: tuple[int, ...] = ()
+    dispatcher: str = "alltoall"
+    _dp: int = field(default=0, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "ep", "cp", "vpp"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"--{name} must be at least 1, not {getattr(self, name)}")
+        if self.etp is None:
+            object.__setattr__(self, "etp", self.tp)
+        if self.expert_tp < 1:
+            raise UsageError(f"--etp must be at least 1, not {self.etp}")
+        if self.sp and self.tp == 1:
+            raise UsageError("--sp needs --tp of at least 2", hint="drop --sp or raise --tp")
+        if self.pp_layers and len(self.pp_layers) != self.pp * self.vpp:
+            raise UsageError(f"--pp-layers names {len(self.pp_layers)} stages, --pp {self.pp} x --vpp {self.vpp} has {self.pp * self.vpp}")
+        dense = self.tp * self.cp
+        least = math.lcm(dense, self.ep * self.expert_tp) // dense
+        object.__setattr__(self, "_dp", least)
+
+    @property
+    def expert_tp(self) -> int:
+        assert self.etp is not None
+        return self.etp
+
+    @property
+    def dp(self) -> int:
+        """The least data parallel size that makes tp·cp·dp a multiple of ep·etp."""
+        return self._dp
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.cp * self.dp * self.pp
+
+    @property
+    def one_rank(self) -> bool:
+        return self.world == 1
+
+    def size(self, axis: str) -> int:
+        return int({"tp": self.tp, "pp": self.pp, "dp": self.dp, "ep": self.ep, "etp": self.expert_tp, "cp": self.cp, "vpp": self.vpp}[axis])
+
+    def coordinates(self, rank: int) -> Coordinates:
+        inside = rank % (self.world // self.pp)
+        return Coordinates(
+            tp=rank % self.tp,
+            cp=rank // self.tp % self.cp,
+            dp=inside // (self.tp * self.cp),
+            pp=rank // (self.world // self.pp),
+            etp=inside % self.expert_tp,
+            ep=inside // self.expert_tp % self.ep,
+        )
+
+    def layers_of(self, stage: int, layers: int) -> range:
+        """The global layers that pipeline stage `stage` holds.  Raises UsageError when the layers don't divide."""
+        sizes = self.stage_sizes(layers)
+        return range(sum(sizes[:stage]), sum(sizes[: stage + 1]))
+
+    def stage_sizes(self, layers: int) -> tuple[int, ...]:
+        if self.pp_layers:
+            if sum(self.pp_layers) != layers:
+                raise UsageError(f"--pp-layers {','.join(map(str, self.pp_layers))} holds {sum(self.pp_layers)} layers, the model has {layers}")
+            return self.pp_layers
+        if layers % self.pp:
+            raise UsageError(f"{layers} layers don't divide by --pp {self.pp}", hint="say how many each stage holds with --pp-layers")
+        return (layers // self.pp,) * self.pp
+
+    def stage_of(self, layer: int, layers: int) -> int:
+        return next(stage for stage in range(self.pp) if layer in self.layers_of(stage, layers))
+
+    def as_one_rank(self) -> Parallel:
+        return Parallel(dispatcher=self.dispatcher)
+
+    def only(self, *axes: str) -> Parallel:
+        """This layout with every axis but the named ones put back to 1."""
+        kept = {axis: self.size(axis) for axis in axes}
+        sp = self.sp and "tp" in axes
+        etp = self.expert_tp if "etp" in axes else 1
+        return replace(Parallel(dispatcher=self.dispatcher, sp=False), **(kept | {"etp": etp, "sp": sp}))
+
+    def shown(self) -> dict[str, int]:
+        """The sizes as reports print them."""
+        sizes = {axis: self.size(axis) for axis in ("tp", "pp", "ep", "etp", "cp")}
+        return sizes | ({"vpp": self.vpp} if self.vpp > 1 else {})
+
+    def __str__(self) -> str:
+        words = [f"{axis} {size}" for axis, size in self.shown().items() if size > 1]
+        if self.expert_tp != self.tp:
+            words = [word for word in words if not word.startswith("etp")] + [f"etp {self.expert_tp}"]
+        return ", ".join(words + (["sp"] if self.sp else [])) or "one rank"
+
+
+def to_json(parallel: Parallel) -> dict[str, object]:
+    return {key: value for key, value in asdict(parallel).items() if not key.startswith("_")}
+
+
+def from_json(page: dict[str, object]) -> Parallel:
+    page = dict(page)
+    page["pp_layers"] = tuple(page.get("pp_layers") or ())  # type: ignore[arg-type]
+    return Parallel(**page)  # type: ignore[arg-type]
