@@ -5,9 +5,8 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
 
 import torch
 
@@ -15,7 +14,7 @@ from bisect_hooks.family import Family, Setting
 from bisect_hooks.parallel import Parallel
 from bisect_hooks.site import Site
 from bisect_hooks.table import Cut, Made, Rule
-from bisect_tool.faults import Finding, Proof, Relation, span
+from bisect_tool.faults import Finding, Proof, Relation
 from bisect_tool.hf_directory import HuggingFaceDirectory
 from bisect_tool.judge import EXACT, Tolerance
 from bisect_tool.measure import Difference, measure
@@ -115,8 +114,6 @@ class Auditor:
         if candidate.dtype != expected.dtype and same_bytes(cast, candidate):
             audit.notes.append(f"{stored} is the reference rounded once, {_short(expected.dtype)} to {_short(candidate.dtype)}")
             return None
-        if rule.op.lossy and candidate.dtype == expected.dtype:
-            pass  # the row rounds in the direction of the conversion, and `expected` was made that way
         return Wrong(rule, made, stored, cast, candidate, measure(expected, candidate))
 
     def explain(self, wrong: list[Wrong], audit: Audit) -> None:
@@ -165,11 +162,11 @@ class Auditor:
             if size is None:
                 continue
             relation = Relation("even-cut", {"parts": len(parts), "size": size})
+            also = "fits too" if even_cut(parts, [2 * size]) else "does not fit"
             for one in found:
-                other = 2 * size
                 proof = Proof(
                     f"cut the packed rows evenly over {size} tensor parallel ranks, compare every byte", one.difference.relative_rms, 0.0,
-                    f"cut part by part it differs by {one.difference.relative_rms:.2g}; over {other} ranks it does not fit either",
+                    f"an even cut over {2 * size} ranks {also}; cut part by part it differs by {one.difference.relative_rms:.2g}",
                 )  # fmt: skip
                 audit.findings.append(self._finding(one.rule.site, one, relation, proof))
                 explained.add(one.made.name)
@@ -272,8 +269,6 @@ class Auditor:
         return Shard(parallel, of, cut.expert, places)
 
     def _placed(self, finding: Finding) -> Finding:
-        from dataclasses import replace
-
         layers = self.family.reference_dimensions(self.reference.config).layers
         parallel = finding.shard.parallel
         held = [finding.site.layer] if finding.site.in_layer else []
@@ -283,61 +278,3 @@ class Auditor:
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def explanation(fault: Any) -> tuple[str, str]:
-    """(one sentence for a person, what to do about it) for a weight fault."""
-    first, relation = fault.first, fault.first.relation
-    assert relation is not None
-    place = where(fault)
-    detail = relation.detail
-    convert_again = "Convert again with the mapping put right"
-    repair = "compare one tensor of it with: bisect-tool hash DIR"
-    if relation.kind == "duplicate" and detail.get("modulus"):
-        share = f"{detail['wrong']} of {detail['of']} are wrong"
-        said = f"expert e holds the reference's expert e mod {detail['modulus']}; {share}"
-        return f"{place}: {said}.", "Convert again with global expert numbers (slime#1799: the converter used each EP rank's local number)."
-    said, do = {
-        "duplicate": (f"experts repeat each other: the map is {detail.get('map')}", convert_again),
-        "permutation": (f"they are the reference's {'experts' if first.site.module == 'experts' else 'rows'} in another order", convert_again + ": regroup rows as the target packs them"),
-        "halves-swapped": ("the two halves are exchanged", convert_again),
-        "transpose": ("it is the reference's tensor transposed", convert_again),
-        "even-cut": (
-            f"a packed projection of {detail.get('parts')} parts was cut evenly over {detail.get('size')} tensor parallel ranks, with no regard to the parts",
-            convert_again + ": cut each part over the ranks on its own (Megatron-Bridge#1690)",
-        ),
-        "other-layer": (f"each holds the reference's layer {detail.get('offset', 0):+d} from its own", "Look at the layer offset of the pipeline stages in the converter"),
-        "other-tensor": (f"it holds what belongs in {detail.get('name')}", convert_again),
-        "missing": (
-            (f"{first.tensors[1][0]} is not there: {detail['flag']} is off in the candidate's args, so the reference's tensor was dropped", f"Give {detail['flag']}, and convert again")
-            if "flag" in detail else (f"{first.tensors[1][0]} is not in the candidate", convert_again)
-        ),
-        "names-only": (f"the values are right under the name {detail.get('name')}, which a loader would drop", "Rename the tensors, or switch off the flag that renames them"),
-        "extra": (f"{first.tensors[1][0]} is in the candidate and no row of the table makes it", "Is the checkpoint of another model?"),
-        "zero": ("every element is zero", "Was it ever loaded? " + convert_again),
-        "nan": ("every element is NaN", "Was it ever loaded? " + convert_again),
-        "unknown": ("the bytes differ and no known relation explains them", "Compare one tensor of it by hand; " + repair),
-    }[relation.kind]  # fmt: skip
-    if relation.kind == "unknown" and "expected" in detail:
-        said = f"it is {detail['stored']} where the table makes {detail['expected']}"
-    return f"{place}: {said}.", f"{do}."
-
-
-def where(fault: Any) -> str:
-    """'Conversion fault from layer 0 on, in layers 0 to 7: routed experts on EP ranks 1 to 3 (converted at EP 4)'"""
-    first, shard = fault.first, fault.shard or fault.first.shard
-    cls = {"model-definition": "Model-definition fault", "conversion": "Conversion fault", "parallel": "Parallel fault", None: "Fault of open class"}.get(
-        first.cls, f"{str(first.cls).capitalize()} fault"
-    )
-    layers = f" from layer {fault.layers[0]} on, in layers {span(fault.layers)}" if len(fault.layers) > 1 else f" in layer {fault.layers[0]}" if fault.layers else ""
-    names = "every module of the layer" if fault.whole_layer else " and ".join(NAMES.get(module, module.replace("_", " ")) for module in fault.modules)
-    parts = f" ({', '.join(fault.parts)})" if fault.parts and not fault.whole_layer and len(fault.modules) == 1 else ""
-    return f"{cls}{layers}: {names}{parts}, {shard}" if shard.of == "unknown" else f"{cls}{layers}: {names}{parts} on {shard}" if not str(shard).startswith("(") else f"{cls}{layers}: {names}{parts} {shard}"
-
-
-NAMES = {
-    "experts": "routed experts", "linear_attention": "linear attention", "attention_gate": "the attention output gate",
-    "shared_expert": "the shared expert", "shared_expert_gate": "the shared expert's gate", "input_norm": "the input norm",
-    "pre_mlp_norm": "the norm before the MLP", "router": "the router", "embedding": "the embedding", "lm_head": "the output layer",
-    "final_norm": "the final norm", "mtp": "multi-token prediction", "tokens": "the tokens",
-}  # fmt: skip

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from bisect_hooks.site import Site
 from bisect_hooks.table import Made, Rule
 from bisect_tool.audit import Audit, Auditor
-from bisect_tool.config_check import Mismatch, config_relation
+from bisect_tool.config_check import Mismatch, config_relation, explanation
 from bisect_tool.faults import Finding, Proof, Relation
 from bisect_tool.flow import site_name, word
 from bisect_tool.forward import Bench, Located, Pass
@@ -75,7 +75,10 @@ class Lab:
             relation = next(iter(relations.values())) if len(relations) == 1 else Relation("unknown")
             tensors = (tuple(n for one in found for n in one.tensors[0]), tuple(n for one in found for n in one.tensors[1]))
             decided[site] = replace(findings[site], cls="conversion", relation=relation, proof=proof, tensors=tensors)
-        self.probes.append(f"reference's weights put in place: {len(decided)} of {len(suspects)} cured; control (all other tensors): none cured")
+        spared = sum(self._agrees(control, site) for site in suspects)
+        self.probes.append(
+            f"reference's weights put in place: {len(decided)} of {len(suspects)} cured; control, all {len(others)} other tensors: {spared} cured"
+        )
         return decided
 
     def _unequal(self, site: Site, named: Site) -> list[Finding]:
@@ -105,41 +108,51 @@ class Lab:
         alone = replace(self.bench, run=replace(run, parallel=run.parallel.as_one_rank()))
         alone.run.build()
         result = alone.one_pass()
+        cured = [site for site in findings if self._agrees(result, site)]
+        self.probes.append(f"one rank instead of {run.parallel}: {len(cured)} of {len(findings)} located drift(s) gone")
+        if not cured:
+            return {}
+        run.build()
+        control = self.bench.one_pass()
         decided = {}
-        for site in findings:
-            before = self._before(site)
-            if self._agrees(result, site):
-                proof = Proof(
-                    f"run the same checkpoint on one rank instead of {run.parallel}", before, self._level(result, site),
-                    f"again under {run.parallel}: {self._level(self.bench.one_pass(), site):.2g}" if not decided else "again under the same layout: still there",
-                )  # fmt: skip
-                decided[site] = replace(findings[site], cls="parallel", proof=proof)
-        self.probes.append(f"one rank instead of {run.parallel}: {len(decided)} of {len(findings)} located drift(s) gone")
+        for site in cured:
+            proof = Proof(
+                f"run the same checkpoint on one rank instead of {run.parallel}", self._before(site), self._level(result, site),
+                f"built and run again under {run.parallel}: still {self._level(control, site):.2g}",
+            )  # fmt: skip
+            decided[site] = replace(findings[site], cls="parallel", proof=proof)
         return decided
 
     # -- model definition -----------------------------------------------------------------------------------------------------
 
     def _config(self, findings: Mapping[Site, Finding]) -> dict[Site, Finding]:
         """Which one argument, set as config.json has it, removes which drifts?"""
-        decided: dict[Site, Finding] = {}
+        if not self.mismatches:
+            return {}
+        cures: dict[Site, tuple[Mismatch, float]] = {}
         for one in self.mismatches:
-            left = {site: finding for site, finding in findings.items() if site not in decided}
+            left = [site for site in findings if site not in cures]
             if not left:
                 break
             run = replace(self.bench.run, args=self.bench.run.args | {one.setting.arg: one.setting.expected})
-            bench = replace(self.bench, run=run)
-            missing = run.build()
-            if missing:
-                run.put_reference(self.auditor.reference.path, None)
-            result = bench.one_pass()
+            if run.build():
+                run.put_reference(self.auditor.reference.path, None)  # parameters that only now exist are in no file
+            result = replace(self.bench, run=run).one_pass()
             cured = [site for site in left if self._agrees(result, site)]
             self.probes.append(f"{one.setting.flag} as config.json has it: {len(cured)} of {len(left)} located drift(s) gone")
-            for site in cured:
-                control = "every other argument left as it is, none of the other drifts changes" if len(cured) < len(left) else "the argument as the candidate has it, run again: still there"
-                proof = Proof(f"build the candidate with {one.setting.flag} as config.json has it", self._before(site), self._level(result, site), control)
-                decided[site] = replace(left[site], cls="model-definition", relation=config_relation(one), proof=proof)
-        if self.mismatches:
-            self.bench.run.build()
+            cures |= {site: (one, self._level(result, site)) for site in cured}
+        self.bench.run.build()
+        control = self.bench.one_pass()
+        decided = {}
+        for site, (one, after) in cures.items():
+            text, do = explanation(one)
+            proof = Proof(
+                f"build the candidate with {one.setting.flag} as config.json has it", self._before(site), after,
+                f"built again with it as the candidate has it: still {self._level(control, site):.2g}",
+            )  # fmt: skip
+            decided[site] = replace(
+                findings[site], cls="model-definition", relation=config_relation(one), proof=proof, explanation=text, next=do
+            )
         return decided
 
     def _definition(self, findings: Mapping[Site, Finding]) -> dict[Site, Finding]:

@@ -132,9 +132,15 @@ def group(findings: Iterable[Finding], modules_of_layer: Any) -> list[Fault]:
     modules_of_layer  layer → names of every module it has that holds weights; a fault that broke all of them has no module
     """
     ordered = sorted(findings, key=lambda f: f.site)
+    unexplained: dict[tuple[Any, ...], set[str]] = {}
+    for finding in ordered:
+        if _without_rule(finding) and finding.site.in_layer:
+            unexplained.setdefault((finding.cls, finding.between, finding.site.layer), set()).add(finding.site.module)
     groups: dict[tuple[Any, ...], list[Finding]] = {}
     for finding in ordered:
-        groups.setdefault(_key(finding), []).append(finding)
+        place = (finding.cls, finding.between, finding.site.layer)
+        every = _without_rule(finding) and finding.site.in_layer and unexplained[place] >= set(modules_of_layer(finding.site.layer))
+        groups.setdefault((finding.cls, finding.between, "every module") if every else _key(finding), []).append(finding)
     faults = []
     for found in groups.values():
         shard = found[0].shard
@@ -150,10 +156,14 @@ def group(findings: Iterable[Finding], modules_of_layer: Any) -> list[Fault]:
     return sorted(faults, key=lambda fault: fault.first.site)
 
 
+def _without_rule(finding: Finding) -> bool:
+    return finding.relation is None or finding.relation.kind == "unknown"
+
+
 def _key(finding: Finding) -> tuple[Any, ...]:
     site, relation = finding.site, finding.relation
     base = (finding.cls, finding.between, finding.minor)
-    if relation is None or relation.kind == "unknown":
+    if relation is None or _without_rule(finding):
         return (*base, site.module, site.part, json.dumps(finding.shard.to_json(), sort_keys=True))
     if relation.kind in ACROSS_MODULES:
         return (*base, relation.key)

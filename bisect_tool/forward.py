@@ -57,9 +57,11 @@ class Pass:
     experts: dict[str, list[int]] = field(default_factory=dict)
     said: Said | None = None
 
-    def differing(self) -> set[str]:
-        """Names of the sites that differ."""
-        return {site_name(key) for key, one in self.judged.items() if one.verdict is Verdict.DIFFERS}
+    def differing(self, known: Iterable[Site] = ()) -> set[str]:
+        """Names of the sites that differ.  Where q, k or v rows of a packed linear_qkv are known to be wrong, its gate rows are
+        not looked at again: they belong to that (contract rule 6)."""
+        packed = {f"{site}:gate" for site in known if word(site) == "attention.qkv"}
+        return {site_name(key) for key, one in self.judged.items() if one.verdict is Verdict.DIFFERS and key not in packed}
 
 
 @dataclass(slots=True)
@@ -109,10 +111,10 @@ class Bench:
             return self._judge_experts(key, probes, tolerance, result)
         if key not in said.tensors:
             return Judged(key, Verdict.INCOMPARABLE, None, tolerance, said.absent.get(key, "the candidate's taps yield no such tensor"))
-        reference, candidate = self.recording[key], said.tensors[key]
+        candidate = said.tensors[key]
         try:
-            if word(site) in ("router.topk", "router.probs", "experts.dispatch"):
-                reference = self._by_rule(site, key, handed)
+            own = word(site) in ("router.topk", "router.probs", "experts.dispatch")
+            reference = self._by_rule(site, key, handed) if own else self.recording[key]
             if site.module == "lm_head" and candidate.shape[-1] > reference.shape[-1]:
                 candidate = candidate[..., : reference.shape[-1]]  # rows that only pad the vocabulary
             if word(site) == "router.topk":
@@ -185,6 +187,8 @@ class Bench:
         for site in sites:
             target = in_place(site, CURED_AT.get(word(site), word(site)))
             keys = [key for key in known if site_name(key) == target and ":rows" not in key and ":logit" not in key]
+            if word(site) == "attention.qkv":
+                keys.append(f"{site}:gate")
             if word(site) == "router.topk":
                 keys.append(f"layers.{site.layer}.router.probs")
             found += keys
@@ -223,7 +227,10 @@ class Bench:
 def expected_keys(recording: Recording) -> list[str]:
     """What has to be compared: everything the reference said, but for helpers, and layer inputs (the outputs before them)."""
     helpers = ("experts.fc1:rows", "experts.fc2:rows", "shared_expert_gate:logit", "tokens", ".input")
-    return [key for key in recording.keys if not key.endswith(helpers)]
+    keys = [key for key in recording.keys if not key.endswith(helpers)]
+    layers = [key.removesuffix(".combine") for key in keys if key.endswith(".experts.combine")]
+    # dispatch is a matter between the candidate's router and its own experts: the reference has no such place
+    return in_order([*keys, *(f"{layer}.dispatch:{piece}" for layer in layers for piece in ("rows", "probs"))])
 
 
 def _handed(said: Said, grafted: set[str], recording: Recording) -> Callable[[str], torch.Tensor]:
@@ -253,8 +260,9 @@ def _without_ties(rule: torch.Tensor, chosen: torch.Tensor, logits: torch.Tensor
 
 def _made_here(result: Pass, known: set[Site]) -> tuple[list[Site], set[str]]:
     """(sites that differ while all before them agrees, sites that differ behind another)."""
-    differing = result.differing()
-    cured = {str(site) for site in known}
+    differing = result.differing(known)
+    # where a fault is replaced behind the place it is made, what stands there can't be judged apart from it
+    cured = {str(site) for site in known} | {in_place(site, CURED_AT[word(site)]) for site in known if word(site) in CURED_AT}
     made, waiting = [], set()
     for name in sorted(differing - cured, key=lambda name: parse_site(name)):
         site = parse_site(name)
@@ -298,7 +306,7 @@ def shows_at(recording: Recording, free: Said, site: Site) -> str | None:
     """The first site after `site` at which the free run leaves the reference's own free-running noise."""
     for key in in_order(expected_keys(recording)):
         here = parse_site(split_key(key)[0])
-        if not site < here or key not in free.tensors or word(here) in PROBED or word(here) in ("experts.dispatch", "router.topk"):
+        if not site < here or key not in free.tensors or key not in recording or word(here) in PROBED or word(here) in ("experts.dispatch", "router.topk"):
             continue
         reference, candidate = recording[key].float(), free.tensors[key].float()
         if here.module == "lm_head":

@@ -21,6 +21,7 @@ from bisect_hooks.site import Site
 from bisect_tool import audit, config_check
 from bisect_tool.args import parallel_of, plain
 from bisect_tool.candidate import CandidateRun
+from bisect_tool.explain import explanation
 from bisect_tool.faults import Fault, Finding, group, span
 from bisect_tool.hf_directory import HuggingFaceDirectory, open_hf
 from bisect_tool.judge import Verdict
@@ -117,7 +118,7 @@ class Job:
         for fault in group(findings, self.modules_of_layer):
             first = fault.first
             if not first.explanation:
-                text, do = audit.explanation(fault) if first.relation else drift_explanation(fault)
+                text, do = explanation(fault)
                 fault = replace(fault, findings=(replace(first, explanation=text, next=do), *fault.findings[1:]))
             faults.append(fault)
         return faults
@@ -200,20 +201,6 @@ def forward_stage(job: Job, result: StageResult, answers: list[dict[str, str]]) 
     from bisect_tool.forward_stage import run_forward
 
     run_forward(job, result, answers)
-
-
-def drift_explanation(fault: Fault) -> tuple[str, str]:
-    """The sentence of a forward fault that no relation explains."""
-    first = fault.first
-    size = f"{first.difference.relative_rms:.2g}" if first.difference else "?"
-    place = audit.where(fault)
-    do = {
-        "conversion": "Compare the tensors named here with the reference's: bisect-tool audit.",
-        "parallel": "The weights are right and one rank is right: look at how this layout cuts or reduces here.",
-        "model-definition": "The weights are right, and so it is on one rank: look at how the candidate defines this module (spec, flags).",
-        "capture": "The two sides did not see the same thing: record again.",
-    }.get(first.cls or "", "Run again with the weights stage: it decides between conversion and definition.")
-    return f"{place}: its output leaves the reference's by {size} relative rms, on the reference's own inputs.", do
 
 
 def provenance(job: Job) -> Mapping[str, Any]:

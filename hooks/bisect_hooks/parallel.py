@@ -126,9 +126,9 @@ class Parallel:
         return sizes | ({"vpp": self.vpp} if self.vpp > 1 else {})
 
     def __str__(self) -> str:
-        words = [f"{axis} {size}" for axis, size in self.shown().items() if size > 1]
+        words = [f"{axis} {size}" for axis, size in self.shown().items() if size > 1 and axis != "etp"]
         if self.expert_tp != self.tp:
-            words = [word for word in words if not word.startswith("etp")] + [f"etp {self.expert_tp}"]
+            words.append(f"etp {self.expert_tp}")
         return ", ".join(words + (["sp"] if self.sp else [])) or "one rank"
 
 

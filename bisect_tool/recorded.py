@@ -1,0 +1,41 @@
+"""record: one side's activations by site, as a Recording."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from bisect_hooks.parallel import to_json
+from bisect_tool.ladder import DTYPES, Job, package_version
+from bisect_tool.recording import Provenance, by_group, writing
+from bisect_tool.reference import load_reference, record_reference
+
+
+def record(job: Job, side: str, out: Path) -> str:
+    """Writes the Recording and returns a line about it."""
+    if side == "reference":
+        reference, notes = load_reference(job.reference, job.family, job.candidate.layout, DTYPES[job.dtype], job.device)
+        recording = record_reference(reference, job.batch, out, model=str(job.reference_path), layout=job.candidate.layout)
+        return "\n".join([f"wrote {out}: {len(recording.keys)} tensors, {job.batch.tokens} tokens, with the reference's own noise", *notes])
+    run = job.candidate_run()
+    run.build()
+    said = run.record()
+    provenance = Provenance(
+        side="candidate",
+        family=job.family.name,
+        model=str(job.candidate_path),
+        dtype=str(DTYPES[job.dtype]).removeprefix("torch."),
+        rows=job.batch.rows,
+        parallel=to_json(job.parallel),
+        layout=job.candidate.layout,
+        versions={"torch": torch.__version__, "megatron-core": package_version("megatron-core")},
+        device=job.device,
+        replica_difference=said.replicas,
+    )
+    with writing(out) as writer:
+        for name, keys in by_group(said.tensors).items():
+            writer.add(name, {key: said.tensors[key] for key in keys})
+        writer.close(provenance)
+    absent = [f"not recorded: {key}: {why}" for key, why in said.absent.items()]
+    return "\n".join([f"wrote {out}: {len(said.tensors)} tensors, {job.batch.tokens} tokens, {job.parallel}", *absent])
