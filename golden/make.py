@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from bisect_hooks.parallel import Parallel
+
 from bisect_tool.conversion import convert
 from bisect_tool.gating import RECORDING
 from bisect_tool.ladder import Job, climb
@@ -30,6 +30,7 @@ MODEL, CONVERTED = "golden/tiny-qwen3.5-moe", "golden/tiny-qwen3.5-moe-torch_dis
 
 
 def same_checkpoint(one: Path, other: Path) -> bool:
+    """Whether two checkpoints hold the same args and tensors."""
     a, b = open_torch_dist(one), open_torch_dist(other)
     return a.args == b.args and a.tensors.keys() == b.tensors.keys() and all(torch.equal(a.read(key), b.read(key)) for key in a.tensors)
 
@@ -44,6 +45,7 @@ def expected_page(job: Job) -> dict[str, Any]:
 
 
 def main() -> int:
+    """Regenerates golden/."""
     os.chdir(HERE.parent)
     with tempfile.TemporaryDirectory() as folder:
         fresh = Path(folder) / "converted"

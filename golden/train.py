@@ -95,6 +95,7 @@ def accuracy(model: Qwen3_5MoeForCausalLM, tokenizer: Tokenizer, pairs: list[tup
 
 
 def train(config: Qwen3_5MoeTextConfig, tokenizer: Tokenizer, steps: int, seed: int) -> Qwen3_5MoeForCausalLM:
+    """A model trained on sums, in fp32."""
     torch.manual_seed(seed)
     model = Qwen3_5MoeForCausalLM._from_config(config, dtype=torch.float32)
     perturb(model, seed)
@@ -126,7 +127,7 @@ def mtp_tensors(config: Qwen3_5MoeTextConfig, seed: int) -> dict[str, torch.Tens
     generator = torch.Generator().manual_seed(seed)
     hidden, routed, shared = config.hidden_size, config.moe_intermediate_size, config.shared_expert_intermediate_size
     heads, groups, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    shapes = {"mtp.fc.weight": (hidden, 2 * hidden)}
+    shapes: dict[str, tuple[int, ...]] = {"mtp.fc.weight": (hidden, 2 * hidden)}
     shapes |= {f"mtp.{norm}.weight": (hidden,) for norm in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
     layer = {
         "input_layernorm": (hidden,),
@@ -166,7 +167,8 @@ def write(out: Path, stored: dict[str, torch.Tensor], config_page: dict[str, obj
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     names = list(stored)
-    half, weight_map = len(names) // 2, {}
+    half = len(names) // 2
+    weight_map: dict[str, str] = {}
     for number, part in enumerate((names[:half], names[half:]), start=1):
         file = f"model-{number:05d}-of-00002.safetensors"
         save_file({name: stored[name] for name in part}, partial / file, metadata={"format": "pt"})
@@ -183,6 +185,7 @@ def write(out: Path, stored: dict[str, torch.Tensor], config_page: dict[str, obj
 
 
 def main() -> int:
+    """Trains, checks, writes."""
     here = Path(__file__).parent
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, default=here / "tiny-qwen3.5-moe")

@@ -1,0 +1,58 @@
+# Bare `make` lists the targets.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install run test unit drill check lint types golden train gate bench clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
+
+install: $(STAMP)  ## make .venv with everything in it (pinned by constraints.txt)
+
+# torch comes first and by itself: asked for by another package, pip would take a CUDA build of several gigabytes
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $(STAMP)
+
+run: install  ## install, then climb the ladder on the embedded tiny model
+	$(BIN)/bisect-tool run --prompts golden/prompts.jsonl
+
+test: install  ## all tests (under 8 minutes on 2 cores)
+	$(BIN)/python -m pytest
+
+unit: install  ## tests that start no ranks
+	$(BIN)/python -m pytest -m "not ranks"
+
+drill: install  ## planted faults in every layout, and nothing else
+	$(BIN)/python -m pytest tests/faults
+
+check: lint types test  ## what CI runs: lint, types, tests
+
+lint: install  ## ruff, format included
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install  ## mypy strict
+	$(BIN)/mypy
+
+gate: install  ## hold our own conversion against the golden recordings
+	$(BIN)/bisect-tool gate --golden golden --candidate golden/tiny-qwen3.5-moe-torch_dist
+
+golden: install  ## regenerate the conversion, the golden recordings and the expected report
+	$(BIN)/python golden/make.py
+
+train: install  ## train the embedded model again (about 5 minutes), then regenerate golden
+	$(BIN)/python golden/train.py
+	$(BIN)/python golden/make.py
+
+bench: install  ## how much of its tolerance a clean run uses, and where the time goes
+	$(BIN)/python golden/bench.py
+
+clean:  ## remove .venv, caches and reports
+	rm -rf $(VENV) bisect-report .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
