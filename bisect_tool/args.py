@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-
 from bisect_hooks.errors import UsageError
 from bisect_hooks.family import CheckpointLayout, Dimensions, Family
 from bisect_hooks.parallel import Parallel
@@ -24,7 +23,7 @@ PLAIN = (int, float, str, bool, type(None))
 
 def plain(args: Mapping[str, Any]) -> dict[str, Any]:
     """The values that are plain; a framework's own enums and configs say nothing that shapes a model here."""
-    found = {}
+    found: dict[str, Any] = {}
     for name, value in args.items():
         if isinstance(value, PLAIN):
             found[name] = value
@@ -59,7 +58,11 @@ def _stages(args: Mapping[str, Any], pp: int, layers: int | None) -> tuple[int, 
     rest = layers - (first or 0) - (last or 0)
     if middle and rest % middle:
         raise UsageError(f"the args cut {layers} layers into {first} first, {last} last and {rest} over {middle} stages")
-    return (*((first,) if first is not None else ()), *((rest // middle,) * middle if middle else ()), *((last,) if last is not None else ()))
+    return (
+        *((first,) if first is not None else ()),
+        *((rest // middle,) * middle if middle else ()),
+        *((last,) if last is not None else ()),
+    )
 
 
 def parallel_args(parallel: Parallel) -> dict[str, Any]:

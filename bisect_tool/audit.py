@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
-
 from bisect_hooks.family import Family, Setting
 from bisect_hooks.parallel import Parallel
 from bisect_hooks.site import Site
 from bisect_hooks.table import Cut, Made, Rule
+
 from bisect_tool.faults import Finding, Proof, Relation
 from bisect_tool.hf_directory import HuggingFaceDirectory
 from bisect_tool.judge import EXACT, Tolerance
@@ -55,7 +55,9 @@ class Auditor:
     def run(self) -> Audit:
         audit = Audit()
         dims = self.family.reference_dimensions(self.reference.config)
-        rules = self.rules(audit)
+        rules = self.rules
+        if self._mtp_left_out:
+            audit.skipped.append(("mtp.*", f"left out by the candidate's flags (mtp_num_layers is not set): {self._promised} tensors"))
         wrong: list[Wrong] = []
         missing: list[tuple[Rule, Made]] = []
         for rule in rules:
@@ -75,18 +77,26 @@ class Auditor:
         audit.findings = [self._placed(finding) for finding in audit.findings]
         return audit
 
-    def rules(self, audit: Audit) -> list[Rule]:
-        """The table; with MTP where the candidate's args have it, else MTP is left out and said."""
+    @cached_property
+    def rules(self) -> list[Rule]:
+        """The table; with MTP where the reference has it and the candidate's args or keys do too."""
         dims = self.family.reference_dimensions(self.reference.config)
-        args = self.candidate.args
+        mtp = self._promised > 0 and not self._mtp_left_out
+        return self.family.rules(dims, self.candidate.layout, self.reference.names, mtp=mtp)
+
+    @cached_property
+    def rows(self) -> list[tuple[Rule, Made]]:
+        """Every candidate tensor the table makes, with its rule."""
+        return [(rule, made) for rule in self.rules for made in rule.candidates]
+
+    @cached_property
+    def _promised(self) -> int:
+        return sum(name.startswith("mtp.") for name in self.reference.names)
+
+    @cached_property
+    def _mtp_left_out(self) -> bool:
         has = any(key.startswith("mtp.") for key in self.candidate.tensors)
-        mtp = bool(args.get("mtp_num_layers")) if args else has
-        names = self.reference.names
-        promised = [name for name in names if name.startswith("mtp.")]
-        if promised and not mtp and not has:
-            audit.skipped.append(("mtp.*", f"left out by the candidate's flags (mtp_num_layers is not set): {len(promised)} tensors"))
-        rules = self.family.rules(dims, self.candidate.layout, names, mtp=(mtp or has) and bool(promised))
-        return rules
+        return self._promised > 0 and not has and not self.candidate.args.get("mtp_num_layers")
 
     def stored(self, rule: Rule, made: Made) -> str | None:
         names = [made.name, *(alias for name, alias in rule.aliases if name == made.name)]
@@ -118,21 +128,27 @@ class Auditor:
 
     def explain(self, wrong: list[Wrong], audit: Audit) -> None:
         """Adds a finding for each wrong tensor, with the relation that reproduces it."""
-        keys = [(rule, made) for rule in self.rules(Audit()) for made in rule.candidates]
-        of = {made.name: (rule, made) for rule, made in keys}
-        dtype = {one.made.name: one.candidate.dtype for one in wrong}
+        layer_of = {made.name: rule.site.layer for rule, made in self.rows}
+        for one in self._even_cuts(wrong, audit):
+            relation, proof = explain(one, self._blocks, self._as_stored, layer_of.get)
+            audit.findings += self._findings(one, relation, proof)
+
+    @cached_property
+    def _as_stored(self) -> Callable[[str], torch.Tensor]:
+        """What the table makes of the reference for a candidate tensor, in the dtype that tensor is stored in."""
+        of = {made.name: (rule, made) for rule, made in self.rows}
 
         @lru_cache(maxsize=8)
         def expected(name: str) -> torch.Tensor:
+            stored = self.stored(*of[name])
             tensor = self.expected(*of[name])
-            return tensor.to(dtype.get(name, tensor.dtype))
+            return tensor if stored is None else tensor.to(self.candidate.tensors[stored].dtype)
 
-        blocks = Blocks(keys, expected)
-        layer_of = {made.name: rule.site.layer for rule, made in keys}
-        wrong = self._even_cuts(wrong, audit)
-        for one in wrong:
-            relation, proof = explain(one, blocks, expected, layer_of.get)
-            audit.findings += self._findings(one, relation, proof)
+        return expected
+
+    @cached_property
+    def _blocks(self) -> Blocks:
+        return Blocks(self.rows, self._as_stored)
 
     def _findings(self, one: Wrong, relation: Relation, proof: Proof) -> list[Finding]:
         """One finding a part whose rows are wrong (only gate rows of linear_qkv: the gate; any other: attention)."""
@@ -174,17 +190,17 @@ class Auditor:
 
     def _parts_of(self, prefix: str, wrong: Mapping[str, Wrong]) -> list[Wrong | tuple[torch.Tensor, torch.Tensor]]:
         parts: list[Wrong | tuple[torch.Tensor, torch.Tensor]] = []
-        dims = self.family.reference_dimensions(self.reference.config)
-        for rule in self.family.rules(dims, self.candidate.layout, self.reference.names, mtp=False):
-            for made in rule.candidates:
-                if made.name.startswith(prefix + "."):
-                    expected = None if made.name in wrong else self.expected(rule, made)
-                    parts.append(wrong[made.name] if expected is None else (expected, self.candidate.read(made.name)))
+        for rule, made in self.rows:
+            if made.name.startswith(prefix + "."):
+                expected = None if made.name in wrong else self.expected(rule, made)
+                parts.append(wrong[made.name] if expected is None else (expected, self.candidate.read(made.name)))
         return parts
 
     def _total(self, rules: list[Rule], missing: list[tuple[Rule, Made]], audit: Audit) -> None:
         """Every tensor on both sides is accounted for: made by a row, left out on purpose, or a finding by name."""
-        known = {name for rule in rules for made in rule.candidates for name in (made.name, *(a for n, a in rule.aliases if n == made.name))}
+        known = {
+            name for rule in rules for made in rule.candidates for name in (made.name, *(a for n, a in rule.aliases if n == made.name))
+        }
         extra = [key for key in self.candidate.tensors if key not in known]
         renamed: dict[str, str] = {}
         for rule, made in missing:
@@ -208,7 +224,9 @@ class Auditor:
                 why = self.family.left_out(name)
                 if why is None:
                     near = difflib.get_close_matches(name, read, n=2)
-                    audit.missing.append(f"{self.reference.on_disk(name)}: no row of the table reads it (nearest: {', '.join(near) or 'none'})")
+                    audit.missing.append(
+                        f"{self.reference.on_disk(name)}: no row of the table reads it (nearest: {', '.join(near) or 'none'})"
+                    )
                 elif not name.startswith("mtp.") or not any(what == "mtp.*" for what, _ in audit.skipped):
                     left[why] = left.get(why, 0) + 1
         audit.skipped += [(f"{count} reference tensors", why) for why, count in left.items()]
@@ -231,7 +249,12 @@ class Auditor:
         near = difflib.get_close_matches(made.name, extra, n=1)
         if setting is not None:
             detail = {"flag": setting.flag, "switched": "off"}
-            proof = Proof(f"the candidate's args say {setting.arg} is off, so no such tensor is made", None, None, "tensors of the other modules are all there")
+            proof = Proof(
+                f"the candidate's args say {setting.arg} is off, so no such tensor is made",
+                None,
+                None,
+                "tensors of the other modules are all there",
+            )
             return Finding("model-definition", rule.site, shard, (names, (made.name,)), None, EXACT, Relation("missing", detail), proof)
         detail = {"nearest": near[0]} if near else {}
         proof = Proof("look for it by name and by bytes among the candidate's tensors", None, None, "every tensor that is there was found")

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-
 from bisect_hooks.errors import BisectError
 from bisect_hooks.family import CheckpointLayout, Dimensions, Family
 from bisect_hooks.layout import Gathered
 from bisect_hooks.parallel import Coordinates, Parallel
 from bisect_hooks.site import Site
 from bisect_hooks.tap import Tap
+from safetensors import safe_open
+
 from bisect_tool.prompts import Batch
 from bisect_tool.ranks import WORLDS, World
 
@@ -63,9 +63,11 @@ class CandidateRun:
     batch: Batch
     patch: Path | None = None
     dims: Dimensions = field(init=False)
+    taps: tuple[Tap, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.dims = self.family.candidate_dimensions(self.args)
+        self.taps = self.family.candidate_taps(self.dims, self.layout)
 
     @property
     def world(self) -> World:
@@ -151,7 +153,7 @@ class CandidateRun:
                 if piece.replica_difference != 0:
                     replicas[key] = piece.replica_difference
 
-        for tap in self.family.candidate_taps(self.dims, self.layout):
+        for tap in self.taps:
             try:
                 take(tap.keys, tap.parsed.gather(shards_of(tap.id), sizes, self.parallel))
             except BisectError as error:
@@ -173,7 +175,7 @@ class CandidateRun:
         An expert gets rows by source rank of its group, then in that rank's token order; each source's routing says which.
         """
         parallel = self.parallel
-        topk = next(tap for tap in self.family.candidate_taps(self.dims, self.layout) if tap.site == Site("router", layer, "topk"))
+        topk = next(tap for tap in self.taps if tap.site == Site("router", layer, "topk"))
         maps = {at: chosen.bool() for at, chosen in shards_of(topk.id)}
         width = self.dims.experts // parallel.ep
         rows_of: dict[Coordinates, dict[int, torch.Tensor]] = {at: {} for at in maps}

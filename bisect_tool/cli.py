@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import click
-
 from bisect_hooks.errors import UsageError
 from bisect_hooks.parallel import Parallel
+
 from bisect_tool import __version__
 
 EXIT_CODES = """
@@ -86,14 +86,17 @@ def _numbers(_context: click.Context, _option: click.Parameter, text: str | None
 
 
 def out_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Where a judging command writes its report."""
     return click.option("--out", type=DIRECTORY, default=Path("bisect-report"), show_default=True, help="Where the report goes.")(command)
 
 
 def reference_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The Hugging Face directory, where the embedded model will do."""
     return click.option("--reference", type=DIRECTORY, help="Hugging Face directory (default: the embedded tiny model).")(command)
 
 
 def candidate_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The checkpoint, where the embedded one will do."""
     return click.option("--candidate", type=DIRECTORY, help="torch_dist checkpoint: the directory with .metadata, or its parent.")(command)
 
 
@@ -115,7 +118,9 @@ def _stages(_context: click.Context, _option: click.Parameter, text: str | None)
 @click.option("--stages", callback=_stages, metavar="A,B", help=f"Run just these of {', '.join(STAGES)}.")
 @click.option("--all-stages", is_flag=True, help="Go on after the first stage that finds a fault.")
 @click.option("--strict", is_flag=True, help="Minor findings (precision lost, extras missing) count as faults.")
-@click.option("--dtype", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True, help="fp32: same function? bf16: same rounding?")
+@click.option(
+    "--dtype", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True, help="fp32: same function? bf16: same rounding?"
+)
 @click.option("--device", default="cpu", show_default=True, help="Where both sides compute.")
 @click.option("--candidate-patch", type=DIRECTORY, help="A patch.py whose patch(model, parallel) is run on the built candidate.")
 @parallel_options
@@ -128,7 +133,9 @@ def run(prompts: str, reference: Path | None, candidate: Path | None, parallel: 
     if (reference is None) != (candidate is None):
         raise UsageError("give --reference and --candidate together, or neither (the embedded model)")
     if options["dtype"] != "fp32":
-        raise UsageError("--dtype bf16 is not there yet: its noise is not calibrated, and an uncalibrated verdict is none", hint="drop --dtype")
+        raise UsageError(
+            "--dtype bf16 is not there yet: its noise is not calibrated, and an uncalibrated verdict is none", hint="drop --dtype"
+        )
     _start(out)
     from bisect_tool import golden, ladder
 
@@ -164,14 +171,22 @@ def audit_command(reference: Path, candidate: Path, parallel: Parallel | None, s
     _start(out)
     from bisect_tool import ladder
 
-    job = ladder.Job(reference, candidate, converted=parallel, parallel=parallel or Parallel(), stages=("weights",), strict=strict, command=_command())
+    job = ladder.Job(
+        reference, candidate, converted=parallel, parallel=parallel or Parallel(), stages=("weights",), strict=strict, command=_command()
+    )
     return _judge(ladder.climb(job), out)
 
 
 @cli.command()
 @click.option("--reference", type=DIRECTORY, required=True, help="Hugging Face directory.")
 @click.option("--out", type=DIRECTORY, required=True, help="Where the checkpoint goes (empty or new).")
-@click.option("--layout", type=click.Choice(["slime", "native"]), default="slime", show_default=True, help="Linear attention as slime or megatron-core has it.")
+@click.option(
+    "--layout",
+    type=click.Choice(["slime", "native"]),
+    default="slime",
+    show_default=True,
+    help="Linear attention as slime or megatron-core has it.",
+)
 @click.option("--mtp/--no-mtp", default=None, help="Convert the MTP layers (default: if the reference has mtp.*).")
 @parallel_options
 def convert(reference: Path, out: Path, layout: Any, mtp: bool | None, parallel: Parallel | None) -> int:
@@ -225,11 +240,15 @@ def gate(golden_directory: Path, candidate: Path, parallel: Parallel | None, out
 @candidate_option
 @click.option("--out", type=DIRECTORY, required=True, help="Where the recording goes (empty or new).")
 @parallel_options
-def record(side: str, prompts: str, input_key: str | None, reference: Path | None, candidate: Path | None, out: Path, parallel: Parallel | None) -> int:
+def record(
+    side: str, prompts: str, input_key: str | None, reference: Path | None, candidate: Path | None, out: Path, parallel: Parallel | None
+) -> int:
     """Write a Recording: activations by site, one side."""
     from bisect_tool import golden, ladder, recorded
 
-    job = ladder.Job(reference or golden.reference(), candidate or golden.candidate(), prompts, input_key, parallel or Parallel(), command=_command())
+    job = ladder.Job(
+        reference or golden.reference(), candidate or golden.candidate(), prompts, input_key, parallel or Parallel(), command=_command()
+    )
     click.echo(recorded.record(job, side, out))
     return 0
 

@@ -9,6 +9,7 @@ from typing import Any
 from bisect_hooks.family import CheckpointLayout, Family, Setting
 from bisect_hooks.parallel import Parallel
 from bisect_hooks.site import Site
+
 from bisect_tool.faults import Finding, Proof, Relation
 from bisect_tool.shards import DENSE_AXES, EXPERT_AXES, Shard, everywhere, stages_of
 
@@ -27,7 +28,9 @@ class Mismatch:
         return f"{self.setting.flag} is {self.value!r}{source}; config.json asks for {self.setting.expected!r}: {self.setting.effect}"
 
 
-def compare_settings(family: Family, config: Mapping[str, Any], args: Mapping[str, Any], layout: CheckpointLayout) -> tuple[list[Mismatch], int]:
+def compare_settings(
+    family: Family, config: Mapping[str, Any], args: Mapping[str, Any], layout: CheckpointLayout
+) -> tuple[list[Mismatch], int]:
     """(settings that differ, how many were compared).  An arg that is absent or None has Megatron's default."""
     found, settings = [], family.settings(config, layout)
     for setting in settings:
@@ -51,15 +54,27 @@ def findings(mismatches: Sequence[Mismatch], parallel: Parallel, of: str, layers
         proof = Proof(f"set {one.setting.flag} as config.json has it", None, None, "every other setting compared is equal")
         text = explanation(one)
         for site in one.setting.sites:
-            found.append(Finding("model-definition", site, shard_of(site, parallel, of, layers), relation=relation, proof=proof, explanation=text[0], next=text[1]))
+            found.append(
+                Finding(
+                    "model-definition",
+                    site,
+                    shard_of(site, parallel, of, layers),
+                    relation=relation,
+                    proof=proof,
+                    explanation=text[0],
+                    next=text[1],
+                )
+            )
     return found
 
 
 def config_relation(one: Mismatch) -> Relation:
+    """The relation of a wrong setting: the rule that makes all it reaches one fault."""
     return Relation("config", {"flag": one.setting.flag, "value": one.value, "expected": one.setting.expected})
 
 
 def explanation(one: Mismatch) -> tuple[str, str]:
+    """(what is wrong, what to do next)."""
     said = "is off" if one.value is False else f"is {one.value}"
     source = "the checkpoint's args say so" if one.given else "nobody gave it, so Megatron's default holds"
     layers = sorted({site.layer for site in one.setting.sites if site.layer is not None})

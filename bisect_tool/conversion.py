@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from bisect_hooks.errors import UsageError
 from bisect_hooks.family import CheckpointLayout, Dimensions, Family, family_of
 from bisect_hooks.parallel import Parallel
+
 from bisect_tool.args import conversion_args
 from bisect_tool.candidate import Built
 from bisect_tool.hf_directory import HuggingFaceDirectory, open_hf
@@ -60,7 +60,9 @@ def convert(reference: Path, out: Path, layout: CheckpointLayout, parallel: Para
         if unmade:
             made = [candidate.name for rule in family.rules(dims, layout, directory.names, mtp) for candidate in rule.candidates]
             near = difflib.get_close_matches(unmade[0], made, n=3)
-            raise UsageError(f"megatron-core wants {unmade[0]} and no row of the table makes it ({len(unmade)} such)", hint=f"nearest: {', '.join(near)}")
+            raise UsageError(
+                f"megatron-core wants {unmade[0]} and no row of the table makes it ({len(unmade)} such)", hint=f"nearest: {', '.join(near)}"
+            )
         (partial / TRACKER).write_text(RELEASE)
     keys = {key for answer in answers for key in answer["keys"]}
     return Converted(out, layout, parallel, len(keys), left_out)
@@ -84,7 +86,9 @@ def check_table(family: Family, dims: Dimensions, directory: HuggingFaceDirector
         why = family.left_out(name)
         if why is None:
             near = difflib.get_close_matches(name, read, n=3)
-            raise UsageError(f"{directory.on_disk(name)} is not in the table of {family.name}", hint=f"nearest: {', '.join(near) or 'none'}")
+            raise UsageError(
+                f"{directory.on_disk(name)} is not in the table of {family.name}", hint=f"nearest: {', '.join(near) or 'none'}"
+            )
         left_out[why] = left_out.get(why, 0) + 1
     for rule in rules:
         shapes = [tuple(directory.read(name).shape) for name in rule.references[:1]]
@@ -102,6 +106,7 @@ def main_dtype(directory: HuggingFaceDirectory) -> torch.dtype:
 
 
 def check_empty(out: Path) -> None:
+    """Raises UsageError for a directory that holds something."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"--out {out} is not empty", hint="give an empty or new directory")
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from bisect_hooks.site import Site
 from bisect_hooks.table import Made, Rule
+
 from bisect_tool.audit import Audit, Auditor
 from bisect_tool.config_check import Mismatch, config_relation, explanation
 from bisect_tool.faults import Finding, Proof, Relation
@@ -56,7 +57,9 @@ class Lab:
         if not suspects:
             self.probes.append("weights of the located sites: equal, every byte, to what the table makes of the reference")
             return {}
-        self.probes.append(f"weights of {len(suspects)} located site(s): the bytes in the file differ from what the table makes of the reference")
+        self.probes.append(
+            f"weights of {len(suspects)} located site(s): the bytes in the file differ from what the table makes of the reference"
+        )
         keys = sorted({name for found in suspects.values() for one in found for name in one.tensors[1]})
         others = sorted(made.name for _, made in self._rows() if made.name not in keys)
         self.bench.run.put_reference(self.auditor.reference.path, others)
@@ -69,12 +72,17 @@ class Lab:
             before, after, kept = self._levels(site, cured, control)
             if not self._agrees(cured, site) or self._agrees(control, site):
                 continue
-            experiment = f"put the reference's weights in the place of {len(keys)} located tensor(s) and run again on the reference's inputs"
-            proof = Proof(experiment, before, after, f"the reference's weights in all {len(others)} other tensors instead: still {kept:.2g}")
+            experiment = (
+                f"put the reference's weights in the place of {len(keys)} located tensor(s) and run again on the reference's inputs"
+            )
+            proof = Proof(
+                experiment, before, after, f"the reference's weights in all {len(others)} other tensors instead: still {kept:.2g}"
+            )
             relations = {one.relation.key: one.relation for one in found if one.relation is not None}
             relation = next(iter(relations.values())) if len(relations) == 1 else Relation("unknown")
             tensors = (tuple(n for one in found for n in one.tensors[0]), tuple(n for one in found for n in one.tensors[1]))
-            decided[site] = replace(findings[site], cls="conversion", relation=relation, proof=proof, tensors=tensors)
+            lost = {"minor": True, "explanation": found[0].explanation, "next": found[0].next} if all(one.minor for one in found) else {}
+            decided[site] = replace(findings[site], cls="conversion", relation=relation, proof=proof, tensors=tensors, **lost)
         spared = sum(self._agrees(control, site) for site in suspects)
         self.probes.append(
             f"reference's weights put in place: {len(decided)} of {len(suspects)} cured; control, all {len(others)} other tensors: {spared} cured"
@@ -97,7 +105,7 @@ class Lab:
         return [*audit.findings, *audit.minor]
 
     def _rows(self) -> list[tuple[Rule, Made]]:
-        return [(rule, made) for rule in self.auditor.rules(Audit()) for made in rule.candidates if rule.site.module != "mtp"]
+        return [(rule, made) for rule, made in self.auditor.rows if rule.site.module != "mtp"]
 
     # -- parallel -------------------------------------------------------------------------------------------------------------
 
@@ -205,5 +213,3 @@ class Lab:
 
     def _levels(self, site: Site, cured: Pass, control: Pass) -> tuple[float, float, float]:
         return self._before(site), self._level(cured, site), self._level(control, site)
-
-

@@ -34,7 +34,9 @@ def where(fault: Fault) -> str:
     cls = CLASSES.get(first.cls, f"{str(first.cls).capitalize()} fault")
     layers = fault.layers
     at = f" from layer {layers[0]} on, in layers {span(layers)}" if len(layers) > 1 else f" in layer {layers[0]}" if layers else ""
-    names = "every module of the layer" if fault.whole_layer else " and ".join(NAMES.get(one, one.replace("_", " ")) for one in fault.modules)
+    names = (
+        "every module of the layer" if fault.whole_layer else " and ".join(NAMES.get(one, one.replace("_", " ")) for one in fault.modules)
+    )
     parts = f" ({', '.join(fault.parts)})" if fault.parts and not fault.whole_layer and len(fault.modules) == 1 else ""
     joined = f" {shard}" if shard.startswith("(") else f", {shard}" if first.shard.of == "unknown" else f" on {shard}"
     return f"{cls}{at}: {names}{parts}{joined}"
@@ -74,18 +76,28 @@ def _even_cut(detail: Mapping[str, Any], _first: Finding) -> tuple[str, str]:
 
 def _other_layer(detail: Mapping[str, Any], _first: Finding) -> tuple[str, str]:
     offset = detail["offset"]
-    return f"layer i holds the reference's layer i {'+' if offset > 0 else '-'} {abs(offset)}", "Look at the layer offset of the pipeline stages"
+    return (
+        f"layer i holds the reference's layer i {'+' if offset > 0 else '-'} {abs(offset)}",
+        "Look at the layer offset of the pipeline stages",
+    )
 
 
 def _missing(detail: Mapping[str, Any], first: Finding) -> tuple[str, str]:
     name = first.tensors[1][0] if first.tensors[1] else str(first.site)
     if "flag" in detail:
-        return f"{name} is not there: {detail['flag']} is off in the candidate's args, so the reference's tensor was dropped", f"Give {detail['flag']}, and convert again"
+        return (
+            f"{name} is not there: {detail['flag']} is off in the candidate's args, so the reference's tensor was dropped",
+            f"Give {detail['flag']}, and convert again",
+        )
     return f"{name} is not in the candidate", AGAIN
 
 
 def _unknown(detail: Mapping[str, Any], _first: Finding) -> tuple[str, str]:
-    said = f"it is {detail['stored']} where the table makes {detail['expected']}" if "expected" in detail else "the bytes differ and no known relation explains them"
+    said = (
+        f"it is {detail['stored']} where the table makes {detail['expected']}"
+        if "expected" in detail
+        else "the bytes differ and no known relation explains them"
+    )
     return said, "Compare one tensor of it by hand (bisect-tool hash DIR lists digests)"
 
 

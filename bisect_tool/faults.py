@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bisect_hooks.site import Site
+
 from bisect_tool.judge import Tolerance
 from bisect_tool.measure import Difference
 from bisect_tool.shards import Shard
@@ -90,7 +91,7 @@ class Fault:
 
     @property
     def parts(self) -> list[str]:
-        found = dict.fromkeys(f.site.part for f in sorted(self.findings, key=lambda f: f.site) if f.site.part)
+        found = dict.fromkeys(f.site.part for f in sorted(self.findings, key=lambda f: module_order(f.site)) if f.site.part)
         return [part for part in found if part is not None]
 
     def to_json(self) -> dict[str, Any]:
@@ -123,7 +124,8 @@ class Fault:
 
 
 def module_order(site: Site) -> tuple[int, ...]:
-    return Site(site.module, 0 if site.in_layer else None).order
+    """Compute order of modules and parts, whatever their layer."""
+    return Site(site.module, 0 if site.in_layer else None, site.part).order
 
 
 def group(findings: Iterable[Finding], modules_of_layer: Any) -> list[Fault]:
@@ -187,6 +189,7 @@ def number(value: float | None) -> float | str | None:
 
 
 def difference_json(difference: Difference | None) -> dict[str, Any]:
+    """A Difference as the contract has it; for what could not be measured (missing, other shape) the numbers are \"nan\"."""
     if difference is None:
         return {
             "relative_rms": "nan", "largest": "nan", "index": None, "reference_value": None, "candidate_value": None,
@@ -204,6 +207,7 @@ def difference_json(difference: Difference | None) -> dict[str, Any]:
 
 
 def tolerance_json(tolerance: Tolerance | None) -> dict[str, Any]:
+    """A Tolerance as the contract has it."""
     return {"relative_rms": tolerance.relative_rms if tolerance else 0, "source": tolerance.source if tolerance else "must be there"}
 
 

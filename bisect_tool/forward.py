@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
-
 from bisect_hooks.errors import BisectError
 from bisect_hooks.family import Dimensions
 from bisect_hooks.site import Site, parse_site
 from bisect_hooks.tap import split_key
+
 from bisect_tool.candidate import CandidateRun, Said
 from bisect_tool.faults import Finding
 from bisect_tool.flow import CURED_AT, in_place, site_name, upstream, word
@@ -143,7 +143,13 @@ class Bench:
         reference, candidate = self.recording[key].float(), probes[key].tensor.float()  # type: ignore[attr-defined]
         result.values[key] = (reference, candidate)
         if reference.shape != candidate.shape:
-            return Judged(key, Verdict.INCOMPARABLE, None, tolerance, f"experts are {tuple(candidate.shape)}, the reference's {tuple(reference.shape)}")
+            return Judged(
+                key,
+                Verdict.INCOMPARABLE,
+                None,
+                tolerance,
+                f"experts are {tuple(candidate.shape)}, the reference's {tuple(reference.shape)}",
+            )
         each = [measure(one, other) for one, other in zip(reference, candidate, strict=True)]
         verdicts = [judge(difference, tolerance) for difference in each]
         result.experts[key] = [e for e, verdict in enumerate(verdicts) if verdict is Verdict.DIFFERS]
@@ -206,19 +212,21 @@ class Bench:
             wrong = {e for key in keys for e in result.experts.get(key, [])}
             width = self.dims.experts // parallel.ep
             ranks = sorted({e // width for e in wrong}) or list(range(parallel.ep))
-            places = frozenset((ep, etp) for ep in ranks for etp in range(parallel.expert_tp))
-            return Shard(parallel, "run", True, places, stages)
+            at: frozenset[tuple[int, ...]] = frozenset((ep, etp) for ep in ranks for etp in range(parallel.expert_tp))
+            return Shard(parallel, "run", True, at, stages)
         wrong_tp: set[int] = set()
         cut = self._cut_over_tp()
         for key in keys:
-            wrong_tp |= _wrong_columns(result.values[key], parallel.tp, result.judged[key].tolerance) if key in cut else set(range(parallel.tp))
+            wrong_tp |= (
+                _wrong_columns(result.values[key], parallel.tp, result.judged[key].tolerance) if key in cut else set(range(parallel.tp))
+            )
         places = frozenset((tp, cp) for tp in wrong_tp for cp in range(parallel.cp)) or everywhere(parallel, DENSE_AXES)
         return Shard(parallel, "run", False, places, stages)
 
     def _cut_over_tp(self) -> set[str]:
         """Keys whose features are cut over tp (the rest is whole, or cut along the sequence, on every tp rank)."""
         found = set()
-        for tap in self.run.family.candidate_taps(self.run.dims, self.run.layout):
+        for tap in self.run.taps:
             if tap.parsed.features_over("tp"):
                 found |= set(tap.keys)
         return found
@@ -306,7 +314,13 @@ def shows_at(recording: Recording, free: Said, site: Site) -> str | None:
     """The first site after `site` at which the free run leaves the reference's own free-running noise."""
     for key in in_order(expected_keys(recording)):
         here = parse_site(split_key(key)[0])
-        if not site < here or key not in free.tensors or key not in recording or word(here) in PROBED or word(here) in ("experts.dispatch", "router.topk"):
+        if (
+            not site < here
+            or key not in free.tensors
+            or key not in recording
+            or word(here) in PROBED
+            or word(here) in ("experts.dispatch", "router.topk")
+        ):
             continue
         reference, candidate = recording[key].float(), free.tensors[key].float()
         if here.module == "lm_head":

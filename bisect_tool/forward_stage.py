@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-from bisect_hooks.hf import Tokenizer
-from bisect_hooks.site import Site
+import torch
+from bisect_hooks.errors import UsageError
+from bisect_hooks.hf import Reference, Tokenizer
+from bisect_hooks.site import Site, parse_site
+from bisect_hooks.tap import split_key
+
 from bisect_tool.candidate import CandidateRun, Said
 from bisect_tool.experiments import Lab
 from bisect_tool.faults import Finding
@@ -13,21 +18,26 @@ from bisect_tool.forward import Bench, Located, expected_keys, shows_at, to_find
 from bisect_tool.judge import Verdict
 from bisect_tool.ladder import DTYPES, Job, scratch
 from bisect_tool.measure import measure
+from bisect_tool.prompts import Batch
 from bisect_tool.ranks import WORLDS
 from bisect_tool.recording import Recording
-from bisect_tool.reference import MARGIN, answers_of, load_reference, record_reference
+from bisect_tool.reference import MARGIN, answers_of, load_reference, record_reference, tolerance_of
 from bisect_tool.report import StageResult
+from bisect_tool.shards import DENSE_AXES, Shard, everywhere
 
 ANSWERS, ANSWER_TOKENS = 2, 12
 
 
 def run_forward(job: Job, result: StageResult, answers: list[dict[str, str]]) -> None:
+    """Fills `result` and, where the two sides answer differently, `answers`."""
     WORLDS.get(job.parallel.world, job.device)  # ranks start while the reference runs
     run = job.candidate_run()
     with scratch() as folder:
         job.progress("forward: reference")
         reference, notes = load_reference(job.reference, job.family, job.candidate.layout, DTYPES[job.dtype], job.device)
-        recording = record_reference(reference, job.batch, Path(folder) / "reference", model=str(job.reference_path), layout=job.candidate.layout)
+        recording = record_reference(
+            reference, job.batch, Path(folder) / "reference", model=str(job.reference_path), layout=job.candidate.layout
+        )
         result.notes += notes
         job.progress("forward: candidate")
         missing = run.build()
@@ -43,14 +53,15 @@ def run_forward(job: Job, result: StageResult, answers: list[dict[str, str]]) ->
         free = run.record()
         findings |= replicas(bench, located)
         _conclude(job, result, bench, located, findings, free)
-        if findings:
+        if result.faults:
             answers += compare_answers(job, run, reference)
 
 
 def _conclude(job: Job, result: StageResult, bench: Bench, located: Located, findings: dict[Site, Finding], free: Said) -> None:
     recording = bench.recording
     placed = [_shown(finding, recording, free) for finding in findings.values()]
-    result.faults = job.explained(placed)
+    result.faults = job.explained([finding for finding in placed if not finding.minor])
+    result.minor = job.explained([finding for finding in placed if finding.minor])
     keys = expected_keys(recording)
     experts = sum(job.dims.experts for moe in job.dims.moe if moe)
     result.compared = {
@@ -64,28 +75,31 @@ def _conclude(job: Job, result: StageResult, bench: Bench, located: Located, fin
     if job.candidate.args.get("spec") is not None:
         result.skipped.append(("the candidate's own layer spec", "none was given (--spec); ours was used"))
     floors = recording.provenance.floor.values()
-    result.notes.insert(0, f"noise floor {min(floors):.1e} to {max(floors):.1e} relative rms, the reference against itself; {MARGIN:.0f} x that is allowed")
-    nearest = max((one for one in located.passes[-1].judged.values() if one.verdict is Verdict.AGREES), key=lambda one: one.ratio, default=None)
+    result.notes.insert(
+        0, f"noise floor {min(floors):.1e} to {max(floors):.1e} relative rms, the reference against itself; {MARGIN:.0f} x that is allowed"
+    )
+    nearest = max(
+        (one for one in located.passes[-1].judged.values() if one.verdict is Verdict.AGREES), key=lambda one: one.ratio, default=None
+    )
     if nearest is not None:
         result.notes.insert(1, f"nearest to its tolerance: {nearest.key}, at {nearest.ratio:.0%} of it")
-    logits = measure(recording["lm_head"].float(), free.tensors["lm_head"][..., : recording["lm_head"].shape[-1]].float()) if "lm_head" in free.tensors else None
+    logits = (
+        measure(recording["lm_head"].float(), free.tensors["lm_head"][..., : recording["lm_head"].shape[-1]].float())
+        if "lm_head" in free.tensors
+        else None
+    )
     if logits is not None:
         result.notes.insert(2, f"free-running, the logits differ by {logits.relative_rms:.1e}")
     result.notes += [f"not compared: {key}: {why}" for key, why in list(located.incomparable.items())[:8]]
     result.notes += [f"differs behind another site and could not be cured apart from it: {name}" for name in located.unexplained[:4]]
     gap = located.incomparable or located.unexplained or not keys
-    result.verdict = Verdict.DIFFERS if findings else Verdict.INCOMPARABLE if gap else Verdict.AGREES
+    result.verdict = Verdict.DIFFERS if result.faults else Verdict.INCOMPARABLE if gap else Verdict.AGREES
 
 
 def replicas(bench: Bench, located: Located) -> dict[Site, Finding]:
     """Ranks that should hold the same and do not, beyond noise: what is compared can't be trusted there."""
     said = located.first.said
     assert said is not None
-    from bisect_hooks.site import parse_site
-    from bisect_hooks.tap import split_key
-    from bisect_tool.reference import tolerance_of
-    from bisect_tool.shards import DENSE_AXES, Shard, everywhere
-
     found: dict[Site, Finding] = {}
     for key, relative in said.replicas.items():
         tolerance = tolerance_of(bench.recording, key)
@@ -93,42 +107,37 @@ def replicas(bench: Bench, located: Located) -> dict[Site, Finding]:
         if not relative <= tolerance.relative_rms and site not in located.sites and site.module != "input":
             shard = Shard(bench.run.parallel, "run", False, everywhere(bench.run.parallel, DENSE_AXES))
             text = f"Capture fault at {site}: ranks that should hold the same differ by {relative:.2g} relative rms."
-            found[site] = Finding("capture", site, shard, tolerance=tolerance, explanation=text, next="Look at the reduction before this site.")
+            found[site] = Finding(
+                "capture", site, shard, tolerance=tolerance, explanation=text, next="Look at the reduction before this site."
+            )
     return dict(list(found.items())[:1])
 
 
 def _shown(finding: Finding, recording: Recording, free: Said) -> Finding:
-    from dataclasses import replace
-
     return replace(finding, shows_at=shows_at(recording, free, finding.site))
 
 
 def _pass_line(number: int, located: Located) -> str:
     result = located.passes[-1]
-    differing = len(result.differing())
+    differing = result.differing(located.sites)
     total = len({key.partition(":")[0] for key in result.judged})
-    new = [site for site in located.sites if site not in [one for cures in located.cures for one in cures]]
-    shown = ", ".join(str(site) for site in sorted(new)[:3]) + (f" and {len(new) - 3} more" if len(new) > 3 else "")
     cured = f", {sum(map(len, located.cures))} values of the reference in place" if located.cures else ""
-    return f"grafted run {number}: {differing} of {total} sites differ{cured}" + (f"; made at {shown}" if differing and number == 1 else "")
+    made = sorted(located.sites)
+    more = f" and {len(made) - 3} more" if len(made) > 3 else ""
+    shown = f"; made at {', '.join(map(str, made[:3]))}{more}" if made and number == 1 else ""
+    return f"grafted run {number}: {len(differing)} of {total} sites differ{cured}{shown}"
 
 
-def compare_answers(job: Job, run: CandidateRun, reference: object) -> list[dict[str, str]]:
+def compare_answers(job: Job, run: CandidateRun, reference: Reference) -> list[dict[str, str]]:
     """Greedy answers of both sides to the shortest prompts, where they differ."""
-    from bisect_hooks.hf import Reference
-    from bisect_tool.prompts import Batch
-
-    assert isinstance(reference, Reference)
     rows = [list(row) for row in sorted(job.batch.rows, key=lambda row: (len(row) < 2, len(row)))[:ANSWERS]]
     try:
         tokenizer: Tokenizer | None = Tokenizer(job.reference.path)
-    except Exception:
-        tokenizer = None
+    except UsageError:
+        tokenizer = None  # prompts were ids: so are the answers
     end = tokenizer.end if tokenizer else None
 
-    def reference_logits(ids: list[list[int]]) -> object:
-        import torch
-
+    def reference_logits(ids: list[list[int]]) -> torch.Tensor:
         batch = Batch(tuple(map(tuple, ids)))
         logits = reference.forward(batch.ids(), batch.mask())
         return torch.stack([logits[i, n - 1] for i, n in enumerate(batch.lengths)])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from bisect_hooks.errors import UsageError
 from bisect_hooks.family import families
 from bisect_hooks.parallel import Parallel
+
 from bisect_tool.args import plain
 from bisect_tool.candidate import CandidateRun
 from bisect_tool.faults import Finding, group
@@ -43,7 +45,9 @@ def gate(golden: Path, candidate: Path, parallel: Parallel, command: str) -> Rep
     with timed(result):
         missing = run.build()
         bench = Bench(recording, run, run.dims)
-        located = bench.locate(lambda number, found: result.probes.append(f"grafted run {number}: {len(found.passes[-1].differing(found.sites))} sites differ"))
+        located = bench.locate(
+            lambda number, found: result.probes.append(f"grafted run {number}: {len(found.passes[-1].differing(found.sites))} sites differ")
+        )
         _judge(bench, located, result, missing)
     others = [not_run(name, "the gate holds activations against golden ones") for name in STAGES]
     stages = [result if name == "forward" else other for name, other in zip(STAGES, others, strict=True)]
@@ -62,13 +66,23 @@ def _judge(bench: Bench, located: Located, result: StageResult, missing: list[st
     for site in located.sites:
         open_finding = to_finding(bench, located, site)
         size = open_finding.difference.relative_rms if open_finding.difference else float("nan")
-        text = f"Drift at {open_finding.site} on {open_finding.shard}: {size:.2g} relative rms off the golden recording, on its own inputs."
+        shard = str(open_finding.shard)
+        at = shard if shard.startswith("(") else f"on {shard}"
+        text = f"Drift at {open_finding.site} {at}: {size:.2g} relative rms off the golden recording, on its own inputs."
         findings.append(_told(open_finding, text))
     result.faults = group(findings, lambda _layer: {"every module"})
-    result.compared = {"sites": len({key.partition(":")[0] for key in keys}), "tokens": bench.recording.batch.tokens, "ranks": bench.run.parallel.world}
-    nearest = max((one for one in located.passes[-1].judged.values() if one.verdict is Verdict.AGREES), key=lambda one: one.ratio, default=None)
+    result.compared = {
+        "sites": len({key.partition(":")[0] for key in keys}),
+        "tokens": bench.recording.batch.tokens,
+        "ranks": bench.run.parallel.world,
+    }
+    nearest = max(
+        (one for one in located.passes[-1].judged.values() if one.verdict is Verdict.AGREES), key=lambda one: one.ratio, default=None
+    )
     if nearest is not None:
-        result.notes.append(f"nearest to its tolerance ({MARGIN:.0f} x the noise stored with the golden recording): {nearest.key}, at {nearest.ratio:.0%} of it")
+        result.notes.append(
+            f"nearest to its tolerance ({MARGIN:.0f} x the noise stored with the golden recording): {nearest.key}, at {nearest.ratio:.0%} of it"
+        )
     if missing:
         result.notes.append(f"{len(missing)} parameters were in no file: {', '.join(missing[:3])}")
     result.notes += [f"not compared: {key}: {why}" for key, why in list(located.incomparable.items())[:8]]
@@ -77,9 +91,9 @@ def _judge(bench: Bench, located: Located, result: StageResult, missing: list[st
 
 
 def _told(finding: Finding, text: str) -> Finding:
-    from dataclasses import replace
-
-    return replace(finding, explanation=text, next="bisect-tool run --prompts FILE --reference HF --candidate DIR decides its class and proves it.")
+    return replace(
+        finding, explanation=text, next="bisect-tool run --prompts FILE --reference HF --candidate DIR decides its class and proves it."
+    )
 
 
 def _layers(recording: Recording) -> int:

@@ -17,8 +17,10 @@ def folder() -> Path:
 
 
 def reference() -> Path:
+    """The embedded model."""
     return folder() / "tiny-qwen3.5-moe"
 
 
 def candidate() -> Path:
+    """Its conversion (slime layout, one rank)."""
     return folder() / "tiny-qwen3.5-moe-torch_dist"

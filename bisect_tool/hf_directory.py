@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-
 from bisect_hooks.errors import UsageError
+from safetensors import SafetensorError, safe_open
 
 PREFIXES = ("model.language_model.", "language_model.model.")
 DTYPES = {
@@ -59,7 +58,7 @@ class HuggingFaceDirectory:
         found = {}
         for path in sorted({path for path, _ in self.files.values()}):
             with _opened(path) as file:
-                for disk in file.keys():  # noqa: SIM118 - a safetensors handle is no mapping
+                for disk in file.keys():
                     dtype = file.get_slice(disk).get_dtype()
                     if dtype not in DTYPES:
                         raise UsageError(f"{path}: {disk} has dtype {dtype}, which is not known", hint=f"known: {', '.join(DTYPES)}")
@@ -107,7 +106,7 @@ def open_hf(path: Path) -> HuggingFaceDirectory:
             listed = sum((path / str(name)) == file for name in (weight_map or {}).values())
             raise UsageError(f"{index.name} lists {listed} tensors in {file.name}, which is not there", hint="copy the missing shard")
         with _opened(file) as opened:
-            for disk in opened.keys():  # noqa: SIM118
+            for disk in opened.keys():
                 name = canonical(disk)
                 if name in files:
                     raise UsageError(f"{path}: {disk} is in {files[name][0].name} and in {file.name}")

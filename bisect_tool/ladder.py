@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from bisect_hooks.errors import UsageError
 from bisect_hooks.family import Dimensions, Family, family_of
 from bisect_hooks.parallel import Parallel
 from bisect_hooks.site import Site
+
 from bisect_tool import audit, config_check
 from bisect_tool.args import parallel_of, plain
 from bisect_tool.candidate import CandidateRun
@@ -77,7 +77,9 @@ class Job:
         """The candidate's own words."""
         found = plain(self.candidate.args)
         if not found:
-            raise UsageError(f"{self.candidate.path} keeps no args (common.pt)", hint="without them nothing says how to build the candidate")
+            raise UsageError(
+                f"{self.candidate.path} keeps no args (common.pt)", hint="without them nothing says how to build the candidate"
+            )
         return found
 
     @cached_property
@@ -104,7 +106,15 @@ class Job:
 
     def candidate_run(self) -> CandidateRun:
         return CandidateRun(
-            self.family, self.args, self.candidate.layout, self.candidate.path, self.parallel, DTYPES[self.dtype], self.device, self.batch, self.patch
+            self.family,
+            self.args,
+            self.candidate.layout,
+            self.candidate.path,
+            self.parallel,
+            DTYPES[self.dtype],
+            self.device,
+            self.batch,
+            self.patch,
         )
 
     def modules_of_layer(self, layer: int) -> set[str]:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-
 from bisect_hooks.family import family_of
 from bisect_hooks.tap import Tap
+
 from bisect_tool.args import plain
 from bisect_tool.hf_directory import open_hf, read_config
 from bisect_tool.relations import bits
@@ -53,5 +53,7 @@ def _order(tap: Tap, key: str) -> tuple[object, str]:
 def _shown(tap: Tap | None) -> str:
     if tap is None:
         return "-"
-    place = {"output": "output of", "input": "input of", "method": f"{tap.name}() of", "function": f"{tap.name.rsplit(':')[-1]}() under"}[tap.at]
+    place = {"output": "output of", "input": "input of", "method": f"{tap.name}() of", "function": f"{tap.name.rsplit(':')[-1]}() under"}[
+        tap.at
+    ]
     return f"{place} {tap.path}   {tap.layout!r}"

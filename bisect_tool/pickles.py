@@ -15,7 +15,6 @@ from types import ModuleType
 from typing import Any, BinaryIO
 
 import torch
-
 from bisect_hooks.errors import UsageError
 
 ALLOWED: dict[str, frozenset[str]] = {

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from bisect_hooks.errors import UsageError
 from bisect_hooks.family import Dimensions, Family, families
 from bisect_hooks.parallel import Parallel
 from bisect_hooks.table import GroupHeads
+
 from bisect_tool.args import parallel_args, parallel_of, plain
 from bisect_tool.candidate import Built
 from bisect_tool.conversion import RELEASE, check_empty, whole
@@ -49,7 +49,9 @@ class Copy:
         """Keys of the decoder's layers with this end, by layer.  Raises UsageError when there is none."""
         found = [key for n in range(self.dims.layers) if (key := f"decoder.layers.{n}.{end}") in self.checkpoint.tensors]
         if not found:
-            raise UsageError(f"{self.checkpoint.path} has no decoder.layers.*.{end}: this fault can't be planted in the {self.checkpoint.layout} layout")
+            raise UsageError(
+                f"{self.checkpoint.path} has no decoder.layers.*.{end}: this fault can't be planted in the {self.checkpoint.layout} layout"
+            )
         return found
 
 
@@ -65,6 +67,7 @@ class Plant:
 
 
 def expert_from_local_number(copy: Copy) -> None:
+    """E01: the expert slice is taken with the EP-local number."""
     width = copy.dims.experts // copy.parallel.ep
     for end in ("mlp.experts.experts.linear_fc1.weight", "mlp.experts.experts.linear_fc2.weight"):
         for key in copy.keys(end):
@@ -95,20 +98,31 @@ def cut_evenly(copy: Copy) -> None:
             copy.changed[key] = torch.cat([rank[i] for rank in local]).contiguous()
 
 
+def decay_rounded(copy: Copy) -> None:
+    """G04: A_log rounded to bf16 and stored as float32 again."""
+    keys = [key for key in copy.checkpoint.tensors if key.endswith(".A_log")]
+    for key in keys:
+        copy.changed[key] = copy.read(key).to(torch.bfloat16).float()
+
+
 def gate_dropped(copy: Copy) -> None:
+    """S04: the flag is off, so the converter never made the tensor."""
     copy.args["moe_shared_expert_gate"] = False
     copy.dropped |= {key for key in copy.checkpoint.tensors if key.endswith(".mlp.shared_experts.gate_weight")}
 
 
 def softmax_before_topk(copy: Copy) -> None:
+    """T01: probabilities over all experts, not renormalised over the chosen."""
     copy.args["moe_router_pre_softmax"] = True
 
 
 def rotary_base_forgotten(copy: Copy) -> None:
+    """P01: the base falls back to Megatron's default."""
     copy.args["rotary_base"] = 10000
 
 
 def plain_gamma(copy: Copy) -> None:
+    """N03: w where the reference has 1 + w."""
     copy.args["apply_layernorm_1p"] = False
 
 
@@ -123,6 +137,7 @@ def _offset(copy: Copy) -> tuple[int, range]:
 
 
 def stage_offset_forgotten(copy: Copy) -> None:
+    """L01: layers of the last stage hold those of the first."""
     offset, layers = _offset(copy)
     for key in copy.checkpoint.tensors:
         words = key.split(".")
@@ -131,6 +146,7 @@ def stage_offset_forgotten(copy: Copy) -> None:
 
 
 def stage_offset_at_run_time(copy: Copy) -> None:
+    """L01 made by the running model: no file is wrong."""
     copy.patch = STAGE_OFFSET_PATCH
 
 
@@ -151,14 +167,27 @@ def patch(model, parallel):
 '''
 
 PLANTS = (
-    Plant("E01", "weights", "expert e holds expert e mod (experts / EP): the converter used EP-local numbers (slime#1799)", expert_from_local_number, "ep"),
+    Plant(
+        "E01",
+        "weights",
+        "expert e holds expert e mod (experts / EP): the converter used EP-local numbers (slime#1799)",
+        expert_from_local_number,
+        "ep",
+    ),
     Plant("A03", "weights", "q and gate rows of linear_qkv are not regrouped from Hugging Face's per-head packing", gate_not_regrouped),
     Plant("G01", "weights", "the packed in_proj is cut evenly over TP, not part by part (native; Megatron-Bridge#1690)", cut_evenly, "tp"),
+    Plant("G04", "weights", "A_log rounded through bf16: precision lost, the function is the same (minor)", decay_rounded),
     Plant("S04", "args", "the shared expert's gate is left out: --moe-shared-expert-gate is missing", gate_dropped),
     Plant("T01", "args", "softmax over all experts and no renormalisation: --moe-router-pre-softmax", softmax_before_topk),
     Plant("P01", "args", "rotary base 10000 instead of the model's", rotary_base_forgotten),
     Plant("N03", "args", "zero-centred gamma taken as plain: --apply-layernorm-1p is missing", plain_gamma),
-    Plant("L01", "weights", "the last pipeline stage holds the first stage's layers: offset forgotten in the file", stage_offset_forgotten, "pp"),
+    Plant(
+        "L01",
+        "weights",
+        "the last pipeline stage holds the first stage's layers: offset forgotten in the file",
+        stage_offset_forgotten,
+        "pp",
+    ),
     Plant("L01-run", "code", "the same made at run time: the files are right", stage_offset_at_run_time, "pp"),
 )
 
@@ -183,7 +212,9 @@ def plant(fault: str, candidate: Path, out: Path, parallel: Parallel | None) -> 
     written = parallel_of(args, dims.layers) or Parallel()
     under = parallel or written
     if one.needs and under.size(one.needs) == 1:
-        raise UsageError(f"{fault} exists only with --{one.needs} above 1; this copy would be written under {under}", hint=f"add --{one.needs} 2")
+        raise UsageError(
+            f"{fault} exists only with --{one.needs} above 1; this copy would be written under {under}", hint=f"add --{one.needs} 2"
+        )
     check_empty(out)
     with whole(out) as partial:
         target = partial / RELEASE
@@ -197,7 +228,11 @@ def plant(fault: str, candidate: Path, out: Path, parallel: Parallel | None) -> 
         apply(copy)
         if copy.patch:
             (partial / "patch.py").write_text(copy.patch)
-    changed = f"{len(copy.changed)} tensors changed, {len(copy.dropped)} dropped" if one.carrier != "code" else "no file changed; patch.py written"
+    changed = (
+        f"{len(copy.changed)} tensors changed, {len(copy.dropped)} dropped"
+        if one.carrier != "code"
+        else "no file changed; patch.py written"
+    )
     return f"wrote {out}: {fault} ({one.carrier}), {under}; {changed}"
 
 

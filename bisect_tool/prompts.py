@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from bisect_hooks.errors import UsageError
 
 KEYS = ("input_ids", "prompt", "text", "messages")
@@ -99,7 +98,9 @@ def _prompt_of(path: str, number: int, line: str, key: str | None) -> Any:
     found = next((name for name in ((key,) if key else KEYS) if isinstance(record, dict) and record.get(name) is not None), None)
     if found is None:
         seen = ", ".join(record) if isinstance(record, dict) else type(record).__name__
-        raise UsageError(f"{path} line {number} has none of {', '.join((key,) if key else KEYS)}", hint=f"it has {seen}; name another with --input-key")
+        raise UsageError(
+            f"{path} line {number} has none of {', '.join((key,) if key else KEYS)}", hint=f"it has {seen}; name another with --input-key"
+        )
     value = record[found]
     if isinstance(value, list) and all(isinstance(one, int) and not isinstance(one, bool) for one in value):
         if not value:
@@ -115,7 +116,7 @@ def make_batch(prompts: list[Any], tokenizer: Any, *, vocabulary: int, positions
 
     Raises UsageError for no tokenizer, an empty prompt, ids out of range, or a prompt longer than the model's positions.
     """
-    loaded = tokenizer() if any(not _is_ids(prompt) for prompt in prompts) else None
+    loaded: Any = tokenizer() if any(not _is_ids(prompt) for prompt in prompts) else None
     rows = []
     for number, prompt in enumerate(prompts):
         ids = prompt if _is_ids(prompt) else loaded.ids(prompt)
@@ -125,7 +126,9 @@ def make_batch(prompts: list[Any], tokenizer: Any, *, vocabulary: int, positions
         if not 0 <= worst < vocabulary:
             raise UsageError(f"prompt {number} has token id {worst}; the vocabulary has {vocabulary} (0 to {vocabulary - 1})")
         if positions is not None and len(ids) > positions:
-            raise UsageError(f"prompt {number} has {len(ids)} tokens, the model {positions} positions", hint="shorten it, or drop it from the file")
+            raise UsageError(
+                f"prompt {number} has {len(ids)} tokens, the model {positions} positions", hint="shorten it, or drop it from the file"
+            )
         rows.append(tuple(ids))
     return Batch(tuple(rows))
 

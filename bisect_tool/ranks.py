@@ -25,10 +25,12 @@ from bisect_hooks.errors import BisectError, UsageError
 
 
 def say(connection: Connection, thing: Any) -> None:
+    """Sends one thing to our own process at the other end."""
     connection.send_bytes(pickle.dumps(thing))
 
 
 def listen(connection: Connection) -> Any:
+    """Receives one thing from our own process at the other end."""
     return pickle.loads(connection.recv_bytes())
 
 
@@ -109,7 +111,11 @@ class World:
             if failed:
                 # a moment for the others: a rank that was refused something says more than one that lost its peer
                 until = min(until, time.monotonic() + 1.0)
-                if any(isinstance(error, UsageError) for error in failed.values()) or len(failed) == self.size or time.monotonic() >= until - 0.9:
+                if (
+                    any(isinstance(error, UsageError) for error in failed.values())
+                    or len(failed) == self.size
+                    or time.monotonic() >= until - 0.9
+                ):
                     raise next((e for e in failed.values() if isinstance(e, UsageError)), next(iter(failed.values())))
         return [answers[rank] for rank in range(self.size)]
 
@@ -134,7 +140,9 @@ class World:
     def _died(self, rank: int, command: str) -> BisectError:
         log = self.path / f"rank{rank}.log"
         tail = log.read_text(errors="replace").strip().splitlines()[-1:] if log.is_file() else []
-        return BisectError(f"rank {rank} ended during {command!r} (exit {self.processes[rank].poll()}): {tail[0] if tail else 'it left no word'}")
+        return BisectError(
+            f"rank {rank} ended during {command!r} (exit {self.processes[rank].poll()}): {tail[0] if tail else 'it left no word'}"
+        )
 
     def close(self) -> None:
         for connection in self.connections.values():

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from bisect_hooks.parallel import to_json
 from bisect_tool.ladder import DTYPES, Job, package_version
 from bisect_tool.recording import Provenance, by_group, writing
 from bisect_tool.reference import load_reference, record_reference
@@ -27,7 +26,7 @@ def record(job: Job, side: str, out: Path) -> str:
         model=str(job.candidate_path),
         dtype=str(DTYPES[job.dtype]).removeprefix("torch."),
         rows=job.batch.rows,
-        parallel=to_json(job.parallel),
+        parallel=job.parallel.shown() | {"sp": job.parallel.sp},
         layout=job.candidate.layout,
         versions={"torch": torch.__version__, "megatron-core": package_version("megatron-core")},
         device=job.device,

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-
 from bisect_hooks.errors import UsageError
 from bisect_hooks.site import parse_site
 from bisect_hooks.tap import split_key
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
 from bisect_tool.prompts import Batch
 
 SCHEMA = "bisect-tool/recording/1"
@@ -143,6 +143,7 @@ def group_of(key: str) -> str:
 
 
 def by_group(keys: Iterable[str]) -> dict[str, list[str]]:
+    """Keys by the file they live in."""
     groups: dict[str, list[str]] = {}
     for key in keys:
         groups.setdefault(group_of(key), []).append(key)

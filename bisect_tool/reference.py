@@ -14,18 +14,17 @@ of it clean runs use.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-
 from bisect_hooks.family import CheckpointLayout, Dimensions, Family
 from bisect_hooks.hf import VERSION, Reference
 from bisect_hooks.site import parse_site
 from bisect_hooks.tap import split_key
+
 from bisect_tool.hf_directory import HuggingFaceDirectory
 from bisect_tool.judge import Tolerance
 from bisect_tool.measure import measure
@@ -68,7 +67,9 @@ def load_reference(
     return reference, notes
 
 
-def record_reference(reference: Reference, batch: Batch, out: Path, *, model: str, layout: CheckpointLayout, noise: bool = True) -> Recording:
+def record_reference(
+    reference: Reference, batch: Batch, out: Path, *, model: str, layout: CheckpointLayout, noise: bool = True
+) -> Recording:
     """Runs the reference freely, writes everything it said, and measures its own noise at every key."""
     ids, mask = batch.ids(), batch.mask()
     said = _packed(reference.record(ids, mask), batch)

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-
 from bisect_hooks.table import Made, Rule
+
 from bisect_tool.faults import Proof, Relation, without_layer
 from bisect_tool.measure import Difference
 
@@ -39,10 +39,12 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equality of shape, dtype and every byte."""
     return one.shape == other.shape and one.dtype == other.dtype and torch.equal(bits(one), bits(other))
 
 
 def digest(tensor: torch.Tensor) -> bytes:
+    """A hash of a tensor's bytes."""
     return hashlib.blake2b(bits(tensor).numpy().tobytes(), digest_size=16).digest()
 
 
@@ -70,7 +72,9 @@ def explain(wrong: Wrong, blocks: Blocks, expected: Expected, layer_of: Callable
         if found is not None:
             return found
     before = wrong.difference.relative_rms
-    proof = Proof("put what the table makes of the reference in its place", before, 0.0, "no relation tried reproduces the candidate's bytes")
+    proof = Proof(
+        "put what the table makes of the reference in its place", before, 0.0, "no relation tried reproduces the candidate's bytes"
+    )
     return Relation("unknown"), proof
 
 
@@ -105,12 +109,16 @@ def _whole(wrong: Wrong, blocks: Blocks, expected: Expected, layer_of: Callable[
         assert other is not None
         offset = other - layer
         control = f"the tensor of layer {layer} itself differs by {before:.2g}"
-        return Relation("other-layer", {"offset": offset}, also), Proof(f"put the reference's layer {other} in the place of layer {layer}", before, 0.0, control)
+        return Relation("other-layer", {"offset": offset}, also), Proof(
+            f"put the reference's layer {other} in the place of layer {layer}", before, 0.0, control
+        )
     name = names[0]
     pair = " = ".join(sorted((blocks.tail[own], blocks.tail[name])))
     control = f"its own tensor differs by {before:.2g}"
     proof = Proof(f"compare with what the table makes for {name}, every byte", before, 0.0, control)
-    return Relation("other-tensor", {"name": name}, also, rule=f"{pair} {layer_of(own) if layer_of(name) == layer_of(own) else name}"), proof
+    return Relation(
+        "other-tensor", {"name": name}, also, rule=f"{pair} {layer_of(own) if layer_of(name) == layer_of(own) else name}"
+    ), proof
 
 
 def _experts(wrong: Wrong, blocks: Blocks, expected: Expected, layer_of: Callable[[str], int | None]) -> Found:
@@ -132,11 +140,15 @@ def _experts(wrong: Wrong, blocks: Blocks, expected: Expected, layer_of: Callabl
     before = wrong.difference.relative_rms
     if sorted(mapped) == list(range(count)):
         shown = "a permutation of the experts reproduces every byte"
-        return Relation("permutation", {"axis": 0, "unit": 1, "map": mapped}), Proof(shown, before, 0.0, f"in order, {len(wrong_ones)} of {count} differ")
+        return Relation("permutation", {"axis": 0, "unit": 1, "map": mapped}), Proof(
+            shown, before, 0.0, f"in order, {len(wrong_ones)} of {count} differ"
+        )
     modulus = next((m for m in range(1, count) if all(f == e % m for e, f in enumerate(mapped))), None)
     detail = {"map": f"e mod {modulus}" if modulus else mapped, "modulus": modulus, "wrong": len(wrong_ones), "of": count}
     if modulus is None:
-        return Relation("duplicate", detail), Proof("give each expert the one its map names, compare every byte", before, 0.0, "its own expert differs")
+        return Relation("duplicate", detail), Proof(
+            "give each expert the one its map names, compare every byte", before, 0.0, "its own expert differs"
+        )
     other = modulus * 2 if modulus * 2 < count else max(1, modulus // 2)
     missed = sum(e % other != f for e, f in enumerate(mapped))
     proof = Proof(
@@ -166,7 +178,12 @@ def _rows(wrong: Wrong, *_: object) -> Found:
         return Relation("halves-swapped", {"axis": 0}), proof
     unit = _unit(mapped)
     blocks = [j // unit for j in mapped[::unit]]
-    proof = Proof("put the reference's rows in the order of the map, compare every byte", before, 0.0, f"in their own order {moved} of {len(mapped)} rows differ")
+    proof = Proof(
+        "put the reference's rows in the order of the map, compare every byte",
+        before,
+        0.0,
+        f"in their own order {moved} of {len(mapped)} rows differ",
+    )
     return Relation("permutation", {"axis": 0, "unit": unit, "map": blocks}), proof
 
 
@@ -186,7 +203,9 @@ def _halves(wrong: Wrong, *_: object) -> Found:
     for dim in range(wrong.candidate.dim()):
         parts = wrong.expected.chunk(2, dim)
         if len(parts) == 2 and parts[0].shape == parts[1].shape and same_bytes(torch.cat(parts[::-1], dim), wrong.candidate):
-            return Relation("halves-swapped", {"axis": dim}), Proof("exchange the two halves, compare every byte", before, 0.0, "in order, they differ")
+            return Relation("halves-swapped", {"axis": dim}), Proof(
+                "exchange the two halves, compare every byte", before, 0.0, "in order, they differ"
+            )
     if wrong.candidate.dim() >= 2 and same_bytes(wrong.expected.transpose(-1, -2).contiguous(), wrong.candidate):
         return Relation("transpose"), Proof("transpose the reference, compare every byte", before, 0.0, "as it is, it differs")
     return None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from bisect_hooks.errors import UsageError
+
 from bisect_tool import __version__
 from bisect_tool.faults import Fault
 from bisect_tool.judge import Verdict, worst
@@ -90,6 +90,7 @@ class Report:
 
 
 def united(faults: Sequence[Fault]) -> list[Fault]:
+    """Faults in compute order, each once."""
     kept: list[Fault] = []
     for fault in sorted(faults, key=lambda one: one.first.site):
         twin = next((one for one in kept if _same(one, fault)), None)
@@ -107,6 +108,7 @@ def _same(one: Fault, other: Fault) -> bool:
 
 
 def not_run(name: str, why: str) -> StageResult:
+    """A stage that was not run, and why."""
     return StageResult(name, skipped=[(name, why)])
 
 
@@ -126,7 +128,7 @@ def write(report: Report, out: Path) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     partial = out / f".{FILE}.partial"
     partial.write_text(json.dumps(report.to_json(), indent=1, allow_nan=False) + "\n")
-    os.replace(partial, out / FILE)
+    partial.replace(out / FILE)
     (out / "traceback.txt").unlink(missing_ok=True)
     return out / FILE
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-
 from bisect_hooks.parallel import Coordinates, Parallel
 from bisect_hooks.table import Cut
 
@@ -80,6 +79,7 @@ def wrong_places(cut: Cut, unequal: torch.Tensor, parallel: Parallel, axes: tupl
 
 
 def everywhere(parallel: Parallel, axes: tuple[str, ...]) -> frozenset[tuple[int, ...]]:
+    """Every coordinate over `axes`."""
     return frozenset(itertools.product(*(range(parallel.size(axis)) for axis in axes)))
 
 
@@ -91,4 +91,8 @@ def stages_of(layers: Iterable[int | None], parallel: Parallel, total: int) -> f
 def _span(numbers: list[int]) -> str:
     if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):
         return f"ranks {numbers[0]} to {numbers[-1]}"
-    return ("rank " if len(numbers) == 1 else "ranks ") + " and ".join(map(str, numbers)) if len(numbers) < 3 else "ranks " + ", ".join(map(str, numbers))
+    return (
+        ("rank " if len(numbers) == 1 else "ranks ") + " and ".join(map(str, numbers))
+        if len(numbers) < 3
+        else "ranks " + ", ".join(map(str, numbers))
+    )

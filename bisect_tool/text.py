@@ -10,6 +10,7 @@ WIDTH = 118
 
 
 def render(page: Mapping[str, Any]) -> str:
+    """The page as text."""
     lines = [*_sides(page), "", *_stages(page)]
     for number, fault in enumerate(page["faults"], 1):
         lines += ["", *_fault(fault, number if len(page["faults"]) > 1 else 0)]
@@ -30,7 +31,9 @@ def _sides(page: Mapping[str, Any]) -> list[str]:
     asked = {"fp32": "fp32 both sides: is it the same function?", None: ""}.get(come.get("dtype"), str(come.get("dtype")))
     lines = [f"reference  {come.get('reference')}  transformers {versions.get('transformers', '')}".rstrip()]
     if come.get("candidate"):
-        lines.append(f"candidate  {come['candidate']}  megatron-core {versions.get('megatron-core', '')}  {come.get('layout') or ''}  {sizes}".rstrip())
+        lines.append(
+            f"candidate  {come['candidate']}  megatron-core {versions.get('megatron-core', '')}  {come.get('layout') or ''}  {sizes}".rstrip()
+        )
     if come.get("prompts"):
         lines.append(f"prompts    {come['prompts']}" + (f"  {asked}" if asked else ""))
     return lines

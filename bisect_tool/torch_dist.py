@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from bisect_hooks.errors import UsageError
 from bisect_hooks.family import CheckpointLayout
+
 from bisect_tool.pickles import load_pickle, load_torch, tensor_of
 
 NOT_WEIGHTS = ("_extra_state", "rng_state", "common_state")

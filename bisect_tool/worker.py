@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
-
 from bisect_hooks import mcore
 from bisect_hooks.errors import BisectError, UsageError
 from bisect_hooks.family import families
 from bisect_hooks.tap import Graft
+from safetensors.torch import save_file
+
 from bisect_tool.candidate import Built
 from bisect_tool.hf_directory import HuggingFaceDirectory, open_hf
 from bisect_tool.prompts import Batch
@@ -171,6 +171,7 @@ def run_patch(path: Path, candidate: mcore.Candidate) -> None:
 
 
 def serve(connection: Connection, rank: Rank) -> None:
+    """Answers commands until the socket closes."""
     while True:
         try:
             command, arguments = listen(connection)

@@ -48,6 +48,7 @@ def l2norm(x: torch.Tensor, dim: int = -1, eps: float = 1e-6) -> torch.Tensor:
 
 
 def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """maybe_move_tensor_to_cpu for tensors that are on the CPU already."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 

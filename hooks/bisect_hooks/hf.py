@@ -35,7 +35,12 @@ class Reference:
         quiet()
         try:
             self.model = transformers.AutoModelForCausalLM.from_pretrained(
-                path, config=_text_config(path), dtype=dtype, attn_implementation="eager", experts_implementation="eager", local_files_only=True
+                path,
+                config=_text_config(path),
+                dtype=dtype,
+                attn_implementation="eager",
+                experts_implementation="eager",
+                local_files_only=True,
             )
         except (OSError, ValueError, RuntimeError) as error:
             raise UsageError(f"transformers can't load {path}: {str(error).splitlines()[0]}") from error
@@ -129,7 +134,9 @@ class Tokenizer:
     def __init__(self, path: Path) -> None:
         quiet()
         if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")):
-            raise UsageError(f"{path} has no tokenizer, and a prompt is text", hint="give prompts as input_ids (JSONL), or add tokenizer.json")
+            raise UsageError(
+                f"{path} has no tokenizer, and a prompt is text", hint="give prompts as input_ids (JSONL), or add tokenizer.json"
+            )
         try:
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
         except Exception as error:

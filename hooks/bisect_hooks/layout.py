@@ -30,12 +30,16 @@ AXES = ("sp", "tp", "dp", "ep", "etp", "cp")
 
 @dataclass(frozen=True, slots=True)
 class Dim:
+    """One dim, and the parallel axis it is cut over."""
+
     name: str
     axis: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Sections:
+    """One dim made of named runs; each is cut over the axis on its own."""
+
     sizes: tuple[tuple[str, int], ...]
     axis: str | None = None
 
@@ -46,6 +50,8 @@ class Sections:
 
 @dataclass(frozen=True, slots=True)
 class Flat:
+    """Several dims flattened into one, outermost first."""
+
     items: tuple[Item, ...]
 
 
@@ -73,6 +79,8 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
+    """A parsed layout string: how to take a rank's tensor apart, put all ranks' together, and cut a whole one again."""
+
     text: str
     items: tuple[Item, ...]
 

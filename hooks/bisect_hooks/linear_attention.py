@@ -23,9 +23,7 @@ HAVE_FLA = importlib.util.find_spec("fla") is not None
 class DeltaRule(torch.nn.Module):
     """(query BSKD, key BSKD, value BSVE, log decay BSV, beta BSV) → output BSVE.  A module, so that hooks can hear it."""
 
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
         if HAVE_FLA and query.device.type != "cpu":
             return _with_fla(query, key, value, decay, beta)
         repeat = value.shape[2] // key.shape[2]
@@ -100,7 +98,7 @@ def _unit(vector: torch.Tensor) -> torch.Tensor:
 
 
 def _with_fla(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # type: ignore[import-not-found]
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     repeat = value.shape[2] // key.shape[2]
     query, key = (t.repeat_interleave(repeat, dim=2) for t in (query, key))

@@ -97,16 +97,17 @@ def lay_out(parallel: Parallel) -> Coordinates:
     """(Re)makes megatron-core's groups for these sizes.  Raises UsageError when the world has another size."""
     if dist.get_world_size() != parallel.world:
         raise UsageError(f"{parallel} needs {parallel.world} ranks, there are {dist.get_world_size()}")
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=parallel.tp,
-        pipeline_model_parallel_size=parallel.pp,
-        context_parallel_size=parallel.cp,
-        expert_model_parallel_size=parallel.ep,
-        expert_tensor_parallel_size=parallel.expert_tp,
-        distributed_timeout_minutes=2,
-    )
+    sizes = {
+        "tensor_model_parallel_size": parallel.tp,
+        "pipeline_model_parallel_size": parallel.pp,
+        "context_parallel_size": parallel.cp,
+        "expert_model_parallel_size": parallel.ep,
+        "expert_tensor_parallel_size": parallel.expert_tp,
+    }
+    if _laid_out.get("sizes") != sizes:
+        _forget_groups()
+        parallel_state.initialize_model_parallel(**sizes, distributed_timeout_minutes=2)
+        _laid_out["sizes"] = sizes
     # the tracker for inference forks nothing, so eval needs no CUDA rng state (tensor_parallel/random.py:248)
     initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     at = parallel.coordinates(dist.get_rank())
@@ -119,6 +120,18 @@ def lay_out(parallel: Parallel) -> Coordinates:
     }
     assert theirs == {axis: at[axis] for axis in theirs}, f"rank order: megatron-core says {theirs}, we say {at}"
     return at
+
+
+_laid_out: dict[str, Any] = {}
+
+
+def _forget_groups() -> None:
+    """Takes down every group but the world.  megatron-core only forgets them, and each gloo group keeps its threads."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 def check_sizes(dims: Dimensions, parallel: Parallel) -> None:
@@ -146,7 +159,9 @@ def check_sizes(dims: Dimensions, parallel: Parallel) -> None:
         )
 
 
-def transformer_config(args: Mapping[str, Any], dims: Dimensions, layout: CheckpointLayout, parallel: Parallel, dtype: torch.dtype) -> TransformerConfig:
+def transformer_config(
+    args: Mapping[str, Any], dims: Dimensions, layout: CheckpointLayout, parallel: Parallel, dtype: torch.dtype
+) -> TransformerConfig:
     """megatron-core's config out of Megatron's args, as `core_transformer_config_from_args` does it, for a CPU-friendly build."""
     first = parallel.pp_layers[0] if parallel.pp_layers else None
     last = parallel.pp_layers[-1] if parallel.pp_layers else None
@@ -358,7 +373,6 @@ def local_tensors(candidate: Candidate) -> Iterator[LocalTensor]:
             # experts and layers are leading axes that the local tensor does not have
             view = shard.data.reshape((1,) * shard.prepend_axis_num + tuple(shard.data.shape))
             yield LocalTensor(shard.key, view, tuple(shard.global_shape), tuple(shard.global_offset))
-
 
 
 def fill(candidate: Candidate, made: Callable[[str], torch.Tensor | None], padded: tuple[str, ...] = ()) -> list[str]:

@@ -7,7 +7,7 @@ Megatron numbers ranks with tp fastest, then cp, then dp, then pp; experts with 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 
 from bisect_hooks.errors import UsageError
 
@@ -80,7 +80,9 @@ class Parallel:
         return self.world == 1
 
     def size(self, axis: str) -> int:
-        return int({"tp": self.tp, "pp": self.pp, "dp": self.dp, "ep": self.ep, "etp": self.expert_tp, "cp": self.cp, "vpp": self.vpp}[axis])
+        return int(
+            {"tp": self.tp, "pp": self.pp, "dp": self.dp, "ep": self.ep, "etp": self.expert_tp, "cp": self.cp, "vpp": self.vpp}[axis]
+        )
 
     def coordinates(self, rank: int) -> Coordinates:
         inside = rank % (self.world // self.pp)
@@ -101,7 +103,9 @@ class Parallel:
     def stage_sizes(self, layers: int) -> tuple[int, ...]:
         if self.pp_layers:
             if sum(self.pp_layers) != layers:
-                raise UsageError(f"--pp-layers {','.join(map(str, self.pp_layers))} holds {sum(self.pp_layers)} layers, the model has {layers}")
+                raise UsageError(
+                    f"--pp-layers {','.join(map(str, self.pp_layers))} holds {sum(self.pp_layers)} layers, the model has {layers}"
+                )
             return self.pp_layers
         if layers % self.pp:
             raise UsageError(f"{layers} layers don't divide by --pp {self.pp}", hint="say how many each stage holds with --pp-layers")
@@ -113,13 +117,6 @@ class Parallel:
     def as_one_rank(self) -> Parallel:
         return Parallel(dispatcher=self.dispatcher)
 
-    def only(self, *axes: str) -> Parallel:
-        """This layout with every axis but the named ones put back to 1."""
-        kept = {axis: self.size(axis) for axis in axes}
-        sp = self.sp and "tp" in axes
-        etp = self.expert_tp if "etp" in axes else 1
-        return replace(Parallel(dispatcher=self.dispatcher, sp=False), **(kept | {"etp": etp, "sp": sp}))
-
     def shown(self) -> dict[str, int]:
         """The sizes as reports print them."""
         sizes = {axis: self.size(axis) for axis in ("tp", "pp", "ep", "etp", "cp")}
@@ -130,13 +127,3 @@ class Parallel:
         if self.expert_tp != self.tp:
             words.append(f"etp {self.expert_tp}")
         return ", ".join(words + (["sp"] if self.sp else [])) or "one rank"
-
-
-def to_json(parallel: Parallel) -> dict[str, object]:
-    return {key: value for key, value in asdict(parallel).items() if not key.startswith("_")}
-
-
-def from_json(page: dict[str, object]) -> Parallel:
-    page = dict(page)
-    page["pp_layers"] = tuple(page.get("pp_layers") or ())  # type: ignore[arg-type]
-    return Parallel(**page)  # type: ignore[arg-type]

@@ -67,10 +67,12 @@ class Tap:
 
 
 def key_of(site: Site, piece: str = "") -> str:
+    """`site` or `site:piece`."""
     return f"{site}:{piece}" if piece else str(site)
 
 
 def split_key(key: str) -> tuple[str, str]:
+    """(site, piece) of a key."""
     site, _, piece = key.partition(":")
     return site, piece
 
@@ -280,7 +282,9 @@ def find(root: torch.nn.Module, path: str) -> Any:
     for word in path.split(".") if path else []:
         inner = here[int(word)] if word.isdigit() and hasattr(here, "__getitem__") and int(word) < len(here) else getattr(here, word, None)
         if inner is None:
-            names = [name for name, _ in here.named_children()] if isinstance(here, torch.nn.Module) else [n for n in dir(here) if n[0] != "_"]
+            names = (
+                [name for name, _ in here.named_children()] if isinstance(here, torch.nn.Module) else [n for n in dir(here) if n[0] != "_"]
+            )
             near = difflib.get_close_matches(word, names, n=3, cutoff=0.3) or names[:6]
             at = ".".join(walked) or type(root).__name__
             raise UsageError(f"{path}: {at} has no {word!r}", hint=f"nearest: {', '.join(near) or 'nothing'}")

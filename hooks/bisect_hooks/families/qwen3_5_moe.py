@@ -28,8 +28,10 @@ def _close(a: Any, b: Any) -> bool:
 
 
 class Qwen35Moe:
+    """The family, as `bisect_hooks.family.Family` wants it."""
+
     name = "qwen3.5-moe"
-    model_types = ("qwen3_5_moe", "qwen3_5_moe_text")
+    model_types: tuple[str, ...] = ("qwen3_5_moe", "qwen3_5_moe_text")
 
     # -- config ---------------------------------------------------------------------------------------------------------------
 
@@ -137,10 +139,10 @@ class Qwen35Moe:
         pattern = [0 if kind == "attention" else 1 for kind in dims.kinds]
 
         def kinds_match(value: Any, expected: Any) -> bool:
-            return (list(value) if isinstance(value, (list, tuple)) else [int(bool((i + 1) % int(value))) for i in every]) == expected
+            return bool((list(value) if isinstance(value, (list, tuple)) else [int(bool((i + 1) % int(value))) for i in every]) == expected)
 
         def moe_match(value: Any, expected: Any) -> bool:
-            return (list(value) if isinstance(value, (list, tuple)) else [int(i % int(value) == 0) for i in every]) == expected
+            return bool((list(value) if isinstance(value, (list, tuple)) else [int(i % int(value) == 0) for i in every]) == expected)
 
         return (
             Setting("num_layers", "--num-layers", dims.layers, everything, "another depth", needed=True),
@@ -362,9 +364,7 @@ def _linear_attention_rules(n: int, source: str, target: str, dims: Dimensions, 
     ]
 
 
-def _moe_rules(
-    n: int | None, source: str, target: str, dims: Dimensions, known: frozenset[str], mtp: int | None = None
-) -> list[Rule]:
+def _moe_rules(n: int | None, source: str, target: str, dims: Dimensions, known: frozenset[str], mtp: int | None = None) -> list[Rule]:
     """Router, routed experts (fused or one by one on the reference's side), shared expert and its gate."""
 
     def site(module: str, part: str | None = None) -> Site:

@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from bench import Workshop
+
+from bisect_tool.ranks import WORLDS
+
+
+@pytest.fixture(scope="session")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
+    """Good and faulty checkpoints, each made once; the ranks stay alive until the last test."""
+    yield Workshop(tmp_path_factory.mktemp("workshop"))
+    WORLDS.close()

@@ -1,0 +1,51 @@
+"""Planted faults end in the right verdict, the whole verdict, and nothing else; clean checkpoints end in none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from bench import Workshop, judge, verdict_of
+from cases import BOTH, CANNOT_EXIST, CLEAN, FORWARD_ONLY, HOME, Case
+
+pytestmark = pytest.mark.ranks
+
+
+def check(case: Case, workshop: Workshop, out: Path) -> None:
+    candidate = workshop.faulty(case.layout, case.written, *case.faults)
+    flags = [str(candidate / flag) if flag == "patch.py" else flag for flag in case.flags]
+    code, page = judge(candidate, out, case.under, *flags)
+    assert [verdict_of(fault) for fault in page["faults"]] == list(case.expected)
+    assert [verdict_of(fault) for fault in page["minor"]] == list(case.minor)
+    assert code == (1 if case.expected else 0)
+    assert page["verdict"] == ("differs" if case.expected else "agrees")
+    for fault in page["faults"]:
+        assert fault["explanation"] and fault["next"] and fault["proof"]["control"]
+        assert fault["proof"]["before"] is None or fault["proof"]["before"] > fault["proof"]["after"]
+
+
+@pytest.mark.parametrize("case", HOME, ids=lambda case: case.id)
+def test_each_fault_is_found_in_its_home_layout(case: Case, workshop: Workshop, tmp_path: Path) -> None:
+    check(case, workshop, tmp_path)
+
+
+@pytest.mark.parametrize("case", FORWARD_ONLY, ids=lambda case: case.id)
+def test_each_fault_is_located_by_activations_alone(case: Case, workshop: Workshop, tmp_path: Path) -> None:
+    check(case, workshop, tmp_path)
+
+
+@pytest.mark.parametrize("case", BOTH, ids=lambda case: case.id)
+def test_an_expert_fault_and_a_linear_attention_fault_are_told_apart_in_every_layout(
+    case: Case, workshop: Workshop, tmp_path: Path
+) -> None:
+    check(case, workshop, tmp_path)
+
+
+@pytest.mark.parametrize("case", CLEAN, ids=lambda case: case.id)
+def test_a_clean_checkpoint_agrees_in_every_layout(case: Case, workshop: Workshop, tmp_path: Path) -> None:
+    check(case, workshop, tmp_path)
+
+
+def test_the_drill_stays_within_its_size_and_says_what_can_not_exist() -> None:
+    assert len(HOME) + len(FORWARD_ONLY) + len(BOTH) + len(CLEAN) <= 40
+    assert all(CANNOT_EXIST.values())
