@@ -46,6 +46,7 @@ def parallel_of(args: Mapping[str, Any], layers: int | None) -> Parallel | None:
         etp=int(etp) if etp is not None else None,
         cp=int(args.get(SIZES["cp"]) or 1),
         sp=bool(args.get("sequence_parallel")) and tp > 1,
+        vpp=int(args.get("virtual_pipeline_model_parallel_size") or 1),
         pp_layers=stages,
     )
 
@@ -69,6 +70,10 @@ def parallel_args(parallel: Parallel) -> dict[str, Any]:
     """The args that say a layout."""
     sizes = {name: parallel.size(axis) for axis, name in SIZES.items()}
     uneven = parallel.pp_layers if parallel.pp > 1 else ()
+    if len(set(uneven[1:-1])) > 1:
+        raise UsageError(
+            f"--pp-layers {','.join(map(str, uneven))}: Megatron's args can say other sizes for the first and the last stage only"
+        )
     return sizes | {
         "sequence_parallel": parallel.sp,
         "decoder_first_pipeline_num_layers": uneven[0] if uneven else None,

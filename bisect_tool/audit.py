@@ -5,21 +5,21 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 import torch
 from bisect_hooks.family import Family, Setting
 from bisect_hooks.parallel import Parallel
 from bisect_hooks.site import Site
-from bisect_hooks.table import Cut, Made, Rule
+from bisect_hooks.table import Cut, Made, Rule, check_total
 
-from bisect_tool.faults import Finding, Proof, Relation
+from bisect_tool.faults import Finding, Proof, Relation, without_layer
 from bisect_tool.hf_directory import HuggingFaceDirectory
 from bisect_tool.judge import EXACT, Tolerance
 from bisect_tool.measure import Difference, measure
 from bisect_tool.relations import Blocks, Wrong, bits, even_cut, explain, same_bytes
-from bisect_tool.shards import DENSE_AXES, EXPERT_AXES, Shard, everywhere, stages_of, wrong_places
+from bisect_tool.shards import Shard, shard_of, wrong_places
 from bisect_tool.torch_dist import TorchDist
 
 FAMILY_ROUNDING = Tolerance(0.0, "bytes equal after one rounding to the stored dtype")
@@ -74,7 +74,6 @@ class Auditor:
         self._total(rules, missing, audit)
         if wrong:
             self.explain(wrong, audit)
-        audit.findings = [self._placed(finding) for finding in audit.findings]
         return audit
 
     @cached_property
@@ -82,7 +81,9 @@ class Auditor:
         """The table; with MTP where the reference has it and the candidate's args or keys do too."""
         dims = self.family.reference_dimensions(self.reference.config)
         mtp = self._promised > 0 and not self._mtp_left_out
-        return self.family.rules(dims, self.candidate.layout, self.reference.names, mtp=mtp)
+        rules = self.family.rules(dims, self.candidate.layout, self.reference.names, mtp=mtp)
+        check_total(rules)
+        return rules
 
     @cached_property
     def rows(self) -> list[tuple[Rule, Made]]:
@@ -159,7 +160,7 @@ class Auditor:
         return [self._finding(site, one, relation, proof)]
 
     def _finding(self, site: Site, one: Wrong, relation: Relation, proof: Proof) -> Finding:
-        shard = self._shard(one.made.cut, bits(one.candidate) != bits(one.expected))
+        shard = self._shard(site, one.made.cut, bits(one.candidate) != bits(one.expected))
         names = tuple(self.reference.on_disk(name) for name in one.rule.references[:4])
         return Finding("conversion", site, shard, (names, (one.stored,)), one.difference, EXACT, relation, proof)
 
@@ -236,7 +237,7 @@ class Auditor:
         return stored.shape == tuple(expected.shape) and stored.dtype == expected.dtype and same_bytes(self.candidate.read(key), expected)
 
     def _names_only(self, rule: Rule, made: Made, key: str, expected: torch.Tensor) -> Finding:
-        shard = self._shard(made.cut, torch.ones_like(expected, dtype=torch.bool))
+        shard = self._shard(rule.site, made.cut, None)
         tail = key.rsplit(".", 2)[-2] if key.count(".") > 1 else key
         proof = Proof(f"read it as {made.name}: every byte is equal", None, 0.0, "no other tensor of the candidate equals it")
         names = tuple(self.reference.on_disk(name) for name in rule.references[:4])
@@ -245,7 +246,7 @@ class Auditor:
     def _missing(self, rule: Rule, made: Made, extra: list[str]) -> Finding:
         setting = self.off.get(rule.site.module)
         names = tuple(self.reference.on_disk(name) for name in rule.references[:4])
-        shard = self._shard(made.cut, None)
+        shard = self._shard(rule.site, made.cut, None)
         near = difflib.get_close_matches(made.name, extra, n=1)
         if setting is not None:
             detail = {"flag": setting.flag, "switched": "off"}
@@ -258,45 +259,51 @@ class Auditor:
             return Finding("model-definition", rule.site, shard, (names, (made.name,)), None, EXACT, Relation("missing", detail), proof)
         detail = {"nearest": near[0]} if near else {}
         proof = Proof("look for it by name and by bytes among the candidate's tensors", None, None, "every tensor that is there was found")
-        return Finding("conversion", rule.site, shard, (names, (made.name,)), None, EXACT, Relation("missing", detail), proof)
+        return Finding(
+            "conversion",
+            rule.site,
+            shard,
+            (names, (made.name,)),
+            None,
+            EXACT,
+            Relation("missing", detail, rule=without_layer(near[0]) if near else ""),
+            proof,
+        )
 
     def _extra(self, key: str, site: Site) -> Finding:
-        shard = self._shard(Cut(""), None)
+        shard = self._shard(site, Cut(""), None)
         proof = Proof("look for a row of the table that makes it", None, None, "every other tensor has one")
-        return Finding("conversion", site, shard, ((), (key,)), None, EXACT, Relation("extra", {"name": key}), proof)
+        return Finding(
+            "conversion", site, shard, ((), (key,)), None, EXACT, Relation("extra", {"name": key}, rule=without_layer(key)), proof
+        )
 
     def _shape_finding(self, rule: Rule, made: Made, stored: str, expected: torch.Tensor, candidate: torch.Tensor) -> Finding:
         names = tuple(self.reference.on_disk(name) for name in rule.references[:4])
         detail = {"expected": list(expected.shape), "stored": list(candidate.shape)}
         cls = "model-definition" if rule.site.module in self.off else "conversion"
         proof = Proof("compare shapes", None, None, "no element can be compared")
-        return Finding(cls, rule.site, self._shard(made.cut, None), (names, (stored,)), None, EXACT, Relation("unknown", detail), proof)
+        return Finding(
+            cls, rule.site, self._shard(rule.site, made.cut, None), (names, (stored,)), None, EXACT, Relation("unknown", detail), proof
+        )
 
     def _rounded(self, rule: Rule, stored: str, difference: Difference) -> Finding:
         names = tuple(self.reference.on_disk(name) for name in rule.references[:4])
         proof = Proof("round the reference through bfloat16, compare every byte", difference.relative_rms, 0.0, "unrounded it differs")
         made = next(made for made in rule.candidates)
         finding = Finding(
-            "conversion", rule.site, self._shard(made.cut, None), (names, (stored,)), difference, FAMILY_ROUNDING,
+            "conversion", rule.site, self._shard(rule.site, made.cut, None), (names, (stored,)), difference, FAMILY_ROUNDING,
             Relation("rounded", {"through": "bfloat16"}), proof, minor=True,
             explanation=f"{rule.site.part} lost precision: the family keeps it in float32, the candidate holds it rounded through bfloat16.",
             next="Harmless for text; convert with these tensors kept in float32 to get it back.",
         )  # fmt: skip
-        return self._placed(finding)
+        return finding
 
-    def _shard(self, cut: Cut, unequal: torch.Tensor | None) -> Shard:
+    def _shard(self, site: Site, cut: Cut, unequal: torch.Tensor | None) -> Shard:
+        """Where a wrong tensor lies in the layout it was converted under; `unequal` None is everywhere."""
         parallel = self.parallel or Parallel()
-        axes = EXPERT_AXES if cut.expert else DENSE_AXES
-        of = "conversion" if self.parallel is not None else "unknown"
-        places = everywhere(parallel, axes) if unequal is None else wrong_places(cut, unequal, parallel, axes)
-        return Shard(parallel, of, cut.expert, places)
-
-    def _placed(self, finding: Finding) -> Finding:
+        inside = None if unequal is None else wrong_places(cut, unequal, parallel)
         layers = self.family.reference_dimensions(self.reference.config).layers
-        parallel = finding.shard.parallel
-        held = [finding.site.layer] if finding.site.in_layer else []
-        stages = stages_of(held, parallel, layers) if held else frozenset({0 if finding.site.module == "embedding" else parallel.pp - 1})
-        return replace(finding, shard=replace(finding.shard, stages=stages))
+        return shard_of(site, parallel, "unknown" if self.parallel is None else "conversion", layers, inside, expert=cut.expert)
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -8,10 +8,9 @@ from typing import Any
 
 from bisect_hooks.family import CheckpointLayout, Family, Setting
 from bisect_hooks.parallel import Parallel
-from bisect_hooks.site import Site
 
 from bisect_tool.faults import Finding, Proof, Relation
-from bisect_tool.shards import DENSE_AXES, EXPERT_AXES, Shard, everywhere, stages_of
+from bisect_tool.shards import shard_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +82,3 @@ def explanation(one: Mismatch) -> tuple[str, str]:
     value = "" if one.setting.expected is True else f" {one.setting.expected}"
     do = f"Give {one.setting.flag}{value}." if one.setting.expected is not False else f"Drop {one.setting.flag}."
     return text, do
-
-
-def shard_of(site: Site, parallel: Parallel, of: str, layers: int) -> Shard:
-    """Every coordinate: a setting is the same on all ranks."""
-    expert = site.module == "experts"
-    stages = stages_of([site.layer if site.in_layer else None], parallel, layers)
-    return Shard(parallel, of, expert, everywhere(parallel, EXPERT_AXES if expert else DENSE_AXES), stages)

@@ -13,6 +13,7 @@ import torch
 from bisect_hooks.errors import UsageError
 from bisect_hooks.family import CheckpointLayout, Dimensions, Family, family_of
 from bisect_hooks.parallel import Parallel
+from bisect_hooks.table import check_total
 
 from bisect_tool.args import conversion_args
 from bisect_tool.candidate import Built
@@ -71,6 +72,7 @@ def convert(reference: Path, out: Path, layout: CheckpointLayout, parallel: Para
 def check_table(family: Family, dims: Dimensions, directory: HuggingFaceDirectory, layout: CheckpointLayout, mtp: bool) -> dict[str, int]:
     """Every reference tensor is read by a row or left out for a reason; every row's tensors are there.  Raises UsageError."""
     rules = family.rules(dims, layout, directory.names, mtp)
+    check_total(rules)
     read = {name for rule in rules for name in rule.references}
     absent = sorted(read - set(directory.names))
     if absent:

@@ -81,8 +81,9 @@ class Lab:
             relations = {one.relation.key: one.relation for one in found if one.relation is not None}
             relation = next(iter(relations.values())) if len(relations) == 1 else Relation("unknown")
             tensors = (tuple(n for one in found for n in one.tensors[0]), tuple(n for one in found for n in one.tensors[1]))
-            lost = {"minor": True, "explanation": found[0].explanation, "next": found[0].next} if all(one.minor for one in found) else {}
-            decided[site] = replace(findings[site], cls="conversion", relation=relation, proof=proof, tensors=tensors, **lost)
+            decided[site] = replace(findings[site], cls="conversion", relation=relation, proof=proof, tensors=tensors)
+            if all(one.minor for one in found):
+                decided[site] = replace(decided[site], minor=True, explanation=found[0].explanation, next=found[0].next)
         spared = sum(self._agrees(control, site) for site in suspects)
         self.probes.append(
             f"reference's weights put in place: {len(decided)} of {len(suspects)} cured; control, all {len(others)} other tensors: {spared} cured"

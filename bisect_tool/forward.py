@@ -24,7 +24,7 @@ from bisect_tool.judge import Tolerance, Verdict, judge
 from bisect_tool.measure import Difference, measure
 from bisect_tool.recording import Recording, in_order
 from bisect_tool.reference import base_grafts, probe_inputs, tolerance_of
-from bisect_tool.shards import DENSE_AXES, EXPERT_AXES, Shard, everywhere
+from bisect_tool.shards import Place, Shard, shard_of
 
 MOST_PASSES = 16
 PROBED = ("experts.fc1", "experts.fc2")
@@ -203,25 +203,19 @@ class Bench:
     def shard(self, result: Pass, site: Site) -> Shard:
         """The coordinates of the run whose piece of the site differs."""
         parallel = self.run.parallel
-        expert = site.module == "experts"
-        stages = frozenset({parallel.stage_of(site.layer, self.dims.layers)}) if site.in_layer and site.layer is not None else frozenset()
-        if not stages and parallel.pp > 1:
-            stages = frozenset({0 if site.module == "embedding" else parallel.pp - 1})
         keys = [key for key, one in result.judged.items() if site_name(key) == str(site) and one.verdict is Verdict.DIFFERS]
-        if expert:
-            wrong = {e for key in keys for e in result.experts.get(key, [])}
+        inside: set[Place] = set()
+        if site.module == "experts":
             width = self.dims.experts // parallel.ep
-            ranks = sorted({e // width for e in wrong}) or list(range(parallel.ep))
-            at: frozenset[tuple[int, ...]] = frozenset((ep, etp) for ep in ranks for etp in range(parallel.expert_tp))
-            return Shard(parallel, "run", True, at, stages)
-        wrong_tp: set[int] = set()
-        cut = self._cut_over_tp()
-        for key in keys:
-            wrong_tp |= (
-                _wrong_columns(result.values[key], parallel.tp, result.judged[key].tolerance) if key in cut else set(range(parallel.tp))
-            )
-        places = frozenset((tp, cp) for tp in wrong_tp for cp in range(parallel.cp)) or everywhere(parallel, DENSE_AXES)
-        return Shard(parallel, "run", False, places, stages)
+            wrong = {e // width for key in keys for e in result.experts.get(key, [])}
+            inside = {(ep, etp) for ep in wrong for etp in range(parallel.expert_tp)}
+        else:
+            cut = self._cut_over_tp()
+            for key in keys:
+                every = set(range(parallel.tp))
+                ranks = _wrong_columns(result.values[key], parallel.tp, result.judged[key].tolerance) if key in cut else every
+                inside |= {(tp, cp) for tp in ranks for cp in range(parallel.cp)}
+        return shard_of(site, parallel, "run", self.dims.layers, inside or None)
 
     def _cut_over_tp(self) -> set[str]:
         """Keys whose features are cut over tp (the rest is whole, or cut along the sequence, on every tp rank)."""
@@ -345,4 +339,4 @@ def to_finding(bench: Bench, located: Located, site: Site) -> Finding:
     return Finding(None, named, located.shards[site], difference=one.difference, tolerance=one.tolerance)
 
 
-__all__ = ["EXPERT_AXES", "Bench", "Judged", "Located", "Pass", "expected_keys", "shows_at", "to_finding"]
+__all__ = ["Bench", "Judged", "Located", "Pass", "expected_keys", "shows_at", "to_finding"]

@@ -23,7 +23,7 @@ from bisect_tool.ranks import WORLDS
 from bisect_tool.recording import Recording
 from bisect_tool.reference import MARGIN, answers_of, load_reference, record_reference, tolerance_of
 from bisect_tool.report import StageResult
-from bisect_tool.shards import DENSE_AXES, Shard, everywhere
+from bisect_tool.shards import shard_of
 
 ANSWERS, ANSWER_TOKENS = 2, 12
 
@@ -105,7 +105,7 @@ def replicas(bench: Bench, located: Located) -> dict[Site, Finding]:
         tolerance = tolerance_of(bench.recording, key)
         site = parse_site(split_key(key)[0])
         if not relative <= tolerance.relative_rms and site not in located.sites and site.module != "input":
-            shard = Shard(bench.run.parallel, "run", False, everywhere(bench.run.parallel, DENSE_AXES))
+            shard = shard_of(site, bench.run.parallel, "run", bench.dims.layers)
             text = f"Capture fault at {site}: ranks that should hold the same differ by {relative:.2g} relative rms."
             found[site] = Finding(
                 "capture", site, shard, tolerance=tolerance, explanation=text, next="Look at the reduction before this site."

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bisect_hooks.errors import UsageError
+from bisect_hooks.errors import UsageError, first_line
 from safetensors import SafetensorError, safe_open
 
 PREFIXES = ("model.language_model.", "language_model.model.")
@@ -29,7 +29,7 @@ def canonical(name: str) -> str:
     for prefix in PREFIXES:
         if name.startswith(prefix):
             return "model." + name.removeprefix(prefix)
-    return name
+    return name.removeprefix("language_model.") if name.startswith("language_model.lm_head.") else name
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,9 @@ def open_hf(path: Path) -> HuggingFaceDirectory:
     files: dict[str, tuple[Path, str]] = {}
     if index.is_file():
         try:
-            weight_map = json.loads(index.read_text())["weight_map"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise UsageError(f"{index} is damaged: {error}") from error
+            weight_map = dict(json.loads(index.read_text())["weight_map"].items())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UsageError(f"{index} is damaged: {first_line(error)}") from error
         paths = {path / _inside(path, str(name)) for name in weight_map.values()}
     else:
         weight_map, paths = None, set(path.glob("*.safetensors"))

@@ -10,12 +10,13 @@ from __future__ import annotations
 import io
 import pickle
 import sys
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO
 
 import torch
-from bisect_hooks.errors import UsageError
+from bisect_hooks.errors import UsageError, first_line
 
 ALLOWED: dict[str, frozenset[str]] = {
     "argparse": frozenset({"Namespace"}),
@@ -54,6 +55,8 @@ class SafeUnpickler(pickle.Unpickler):
     source = "a pickle"
 
     def find_class(self, module: str, name: str) -> Any:
+        # protocols 0 to 2 spell some names as Python 2 did: `__builtin__` is builtins
+        module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
         if name in ALLOWED.get(module, ()):
             return super().find_class(module, name)
         if module == "torch" and (isinstance(getattr(torch, name, None), torch.dtype) or name.endswith("Storage")):
@@ -74,8 +77,10 @@ def load_pickle(path: Path) -> Any:
     try:
         with path.open("rb") as file:
             return _unpickler(str(path))(file).load()
-    except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, IndexError, KeyError) as error:
-        raise UsageError(f"{path} can't be read as a pickle: {error}") from error
+    except UsageError:
+        raise
+    except Exception as error:  # a damaged pickle raises whatever its bytes happen to spell
+        raise UsageError(f"{path} can't be read as a pickle: {first_line(error)}") from error
 
 
 def load_torch(path: Path) -> Any:
@@ -88,7 +93,7 @@ def load_torch(path: Path) -> Any:
     except UsageError:
         raise
     except Exception as error:  # torch raises whatever its zip reader met
-        raise UsageError(f"{path} can't be read as a torch file: {str(error).splitlines()[0]}") from error
+        raise UsageError(f"{path} can't be read as a torch file: {first_line(error)}") from error
 
 
 def tensor_of(blob: bytes | BinaryIO, source: str) -> torch.Tensor:
@@ -96,7 +101,7 @@ def tensor_of(blob: bytes | BinaryIO, source: str) -> torch.Tensor:
     try:
         found = torch.load(io.BytesIO(blob) if isinstance(blob, bytes) else blob, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise UsageError(f"{source} can't be read: {str(error).splitlines()[0]}", hint="is the file whole?") from error
+        raise UsageError(f"{source} can't be read: {first_line(error)}", hint="is the file whole?") from error
     if not isinstance(found, torch.Tensor):
         raise UsageError(f"{source} holds a {type(found).__name__}, not a tensor")
     return found

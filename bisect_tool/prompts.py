@@ -83,7 +83,7 @@ def read_prompts(path: str, key: str | None = None) -> list[Any]:
         except UnicodeDecodeError as error:
             raise UsageError(f"{path} is no text: {error}") from error
         jsonl = file.suffix in (".jsonl", ".json")
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
         raise UsageError(f"{path} holds no prompts", hint="one prompt a line, or JSONL with prompt, messages, text or input_ids")
     jsonl = jsonl or (path == "-" and lines[0][1].lstrip().startswith("{"))

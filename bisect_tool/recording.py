@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bisect_hooks.errors import UsageError
+from bisect_hooks.errors import UsageError, first_line
 from bisect_hooks.site import parse_site
 from bisect_hooks.tap import split_key
 from safetensors import SafetensorError, safe_open
@@ -32,7 +32,7 @@ class Provenance:
     """Where a Recording came from.
 
     rows               token ids of each prompt
-    replica_difference largest absolute difference between replicas, for keys where they were not bit-equal
+    replica_difference relative rms between replicas, for keys where they were not bit-equal
     floor, free_floor  relative rms a re-evaluation of the same function differs by (grafted, free-running), by key
     """
 
@@ -66,8 +66,11 @@ class Recording:
             self.files: dict[str, str] = found.pop("keys")
             found["rows"] = tuple(map(tuple, found["rows"]))
             self.provenance = Provenance(**found)
-        except (ValueError, KeyError, TypeError) as error:
-            raise UsageError(f"{page} is damaged: {error}") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UsageError(f"{page} is damaged: {first_line(error)}") from error
+        outside = [name for name in self.files.values() if Path(name).name != name]
+        if outside:
+            raise UsageError(f"{page} names {outside[0]!r}, a path that leaves the directory; refused")
         self.path = path
 
     @property
@@ -121,10 +124,12 @@ class Writer:
 @contextmanager
 def writing(path: Path) -> Iterator[Writer]:
     """A Writer whose directory is there only when the block ended well.  Raises UsageError for a directory in use."""
-    if path.exists() and any(path.iterdir()):
-        if not (path / PAGE).is_file():
-            raise UsageError(f"{path} holds something else", hint="give an empty or new directory")
-        shutil.rmtree(path)
+    path = path.resolve()
+    if path.exists():
+        held = {entry.name for entry in path.iterdir()} if path.is_dir() else {path.name}
+        foreign = {name for name in held if name != PAGE and not name.endswith(".safetensors")}
+        if foreign or (held and PAGE not in held):
+            raise UsageError(f"{path} holds something else ({sorted(foreign or held)[0]})", hint="give an empty or new directory")
     partial = path.with_name(path.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

@@ -103,7 +103,8 @@ def _whole(wrong: Wrong, blocks: Blocks, expected: Expected, layer_of: Callable[
     own, before = wrong.made.name, wrong.difference.relative_rms
     same_kind = [name for name in names if blocks.tail[name] == blocks.tail[own]]
     layer = layer_of(own)
-    also = tuple({"kind": "other-tensor", "detail": {"name": name}} for name in names[1:])
+    chosen = same_kind[0] if same_kind and layer is not None else names[0]
+    also = tuple({"kind": "other-tensor", "detail": {"name": name}} for name in names if name != chosen)
     if same_kind and layer is not None:
         other = layer_of(same_kind[0])
         assert other is not None

@@ -4,72 +4,94 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from bisect_hooks.parallel import Coordinates, Parallel
+from bisect_hooks.site import Site
 from bisect_hooks.table import Cut
 
 EXPERT_AXES, DENSE_AXES = ("ep", "etp"), ("tp", "cp")
 
 
+Place = tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Wrong coordinates inside a pipeline stage, and the layout they are coordinates of.
+    """Wrong coordinates, and the layout they are coordinates of.
 
-    of       "conversion", "run" or "unknown"
-    places   tuples over `axes` whose piece is wrong
-    layers   what decides the stages
+    of      "conversion", "run" or "unknown"
+    expert  experts are placed by pp, ep and etp, everything else by pp, tp and cp
+    places  coordinates over `axes` whose piece is wrong
     """
 
     parallel: Parallel
     of: str
     expert: bool
-    places: frozenset[tuple[int, ...]] = frozenset()
-    stages: frozenset[int] = field(default=frozenset())
+    places: frozenset[Place]
 
     @property
     def axes(self) -> tuple[str, ...]:
-        return EXPERT_AXES if self.expert else DENSE_AXES
+        return ("pp", *(EXPERT_AXES if self.expert else DENSE_AXES))
 
     def joined(self, other: Shard) -> Shard:
-        same = self.places | other.places if self.expert == other.expert else self.places
-        return Shard(self.parallel, self.of, self.expert, same, self.stages | other.stages)
+        """Both; of a shard with other axes only the stages are taken over."""
+        if self.expert == other.expert:
+            return replace(self, places=self.places | other.places)
+        inside = {place[1:] for place in self.places}
+        return replace(self, places=self.places | {(stage, *rest) for stage in other.ranks_of("pp") for rest in inside})
 
     def ranks_of(self, axis: str) -> list[int]:
         at = self.axes.index(axis)
         return sorted({place[at] for place in self.places})
 
+    @property
+    def named(self) -> dict[str, list[int]]:
+        """Wrong coordinates by axis; axes of size 1 are left out."""
+        return {axis: self.ranks_of(axis) for axis in self.axes if self.parallel.size(axis) > 1}
+
     def to_json(self) -> dict[str, Any]:
-        """As the contract has it: axes of size 1 left out, `ranks` only where no product of lists says it."""
+        """As the contract has it: `ranks` only where no product of lists says it."""
         page: dict[str, Any] = {"layout": self.parallel.shown(), "of": self.of}
         if self.of == "unknown":
             return page
-        named = {axis: self.ranks_of(axis) for axis in self.axes if self.parallel.size(axis) > 1}
-        if self.parallel.pp > 1 and self.stages:
-            page["pp"] = sorted(self.stages)
-        page |= named
-        kept = [self.axes.index(axis) for axis in named]
-        product = set(itertools.product(*named.values()))
+        kept = [self.axes.index(axis) for axis in self.named]
         places = {tuple(place[i] for i in kept) for place in self.places}
-        if named and places != product:
-            page["ranks"] = [dict(zip(named, place, strict=True)) for place in sorted(places)]
+        page |= self.named
+        if places != set(itertools.product(*self.named.values())):
+            page["ranks"] = [dict(zip(self.named, place, strict=True)) for place in sorted(places)]
         return page
 
     def __str__(self) -> str:
         if self.of == "unknown":
             return "the conversion's layout is not known"
-        words = []
-        if self.parallel.pp > 1 and self.stages:
-            words.append(f"PP {_span(sorted(self.stages))}")
-        words += [f"{axis.upper()} {_span(self.ranks_of(axis))}" for axis in self.axes if self.parallel.size(axis) > 1]
+        words = [f"{axis.upper()} {_span(ranks)}" for axis, ranks in self.named.items()]
         what = {"conversion": "converted", "run": "run"}[self.of]
         return f"{', '.join(words) + ' ' if words else ''}({what} at {str(self.parallel).upper().replace('ONE RANK', 'one rank')})"
 
 
-def wrong_places(cut: Cut, unequal: torch.Tensor, parallel: Parallel, axes: tuple[str, ...]) -> frozenset[tuple[int, ...]]:
-    """Coordinates whose piece of `unequal` (True where a global tensor is wrong) has a True in it."""
+def shard_of(
+    site: Site, parallel: Parallel, of: str, layers: int, inside: Iterable[Place] | None = None, *, expert: bool | None = None
+) -> Shard:
+    """The wrong coordinates of one site: `inside` its pipeline stage (None: all of them), on the stage that holds it.
+
+    layers  of the model; what lies outside the decoder layers is on the first stage (embedding) or the last
+    """
+    expert = site.module == "experts" if expert is None else expert
+    if site.in_layer and site.layer is not None:
+        stage = parallel.stage_of(site.layer, layers)
+    else:
+        stage = 0 if site.module in ("embedding", "tokens") else parallel.pp - 1
+    axes = EXPERT_AXES if expert else DENSE_AXES
+    every = itertools.product(*(range(parallel.size(axis)) for axis in axes)) if inside is None else inside
+    return Shard(parallel, of, expert, frozenset((stage, *place) for place in every))
+
+
+def wrong_places(cut: Cut, unequal: torch.Tensor, parallel: Parallel) -> frozenset[Place]:
+    """Coordinates inside a stage whose piece of `unequal` (True where a global tensor is wrong) has a True in it."""
+    axes = EXPERT_AXES if cut.expert else DENSE_AXES
     found = set()
     for place in itertools.product(*(range(parallel.size(axis)) for axis in axes)):
         at = Coordinates(**({"tp": 0, "pp": 0, "dp": 0, "ep": 0, "etp": 0, "cp": 0} | dict(zip(axes, place, strict=True))))
@@ -78,21 +100,9 @@ def wrong_places(cut: Cut, unequal: torch.Tensor, parallel: Parallel, axes: tupl
     return frozenset(found)
 
 
-def everywhere(parallel: Parallel, axes: tuple[str, ...]) -> frozenset[tuple[int, ...]]:
-    """Every coordinate over `axes`."""
-    return frozenset(itertools.product(*(range(parallel.size(axis)) for axis in axes)))
-
-
-def stages_of(layers: Iterable[int | None], parallel: Parallel, total: int) -> frozenset[int]:
-    """The pipeline stages that hold `layers` (a None is outside the layers and adds none)."""
-    return frozenset(parallel.stage_of(layer, total) for layer in layers if layer is not None)
-
-
 def _span(numbers: list[int]) -> str:
+    if len(numbers) == 1:
+        return f"rank {numbers[0]}"
     if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):
         return f"ranks {numbers[0]} to {numbers[-1]}"
-    return (
-        ("rank " if len(numbers) == 1 else "ranks ") + " and ".join(map(str, numbers))
-        if len(numbers) < 3
-        else "ranks " + ", ".join(map(str, numbers))
-    )
+    return f"ranks {', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"

@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from bisect_hooks.errors import UsageError
 from bisect_hooks.family import CheckpointLayout
@@ -64,7 +65,11 @@ class TorchDist:
     def args(self) -> dict[str, Any]:
         """Megatron's args as the checkpoint keeps them; empty when it keeps none."""
         args = self.common.get("args")
-        return dict(vars(args)) if args is not None else {}
+        if args is None or isinstance(args, dict):
+            return dict(args or {})
+        if not hasattr(args, "__dict__"):
+            raise UsageError(f"{self.path / 'common.pt'} keeps args as a {type(args).__name__}, not as a table")
+        return dict(vars(args))
 
     @cached_property
     def layout(self) -> CheckpointLayout:
@@ -80,13 +85,12 @@ class TorchDist:
         if len(stored.chunks) == 1 and stored.chunks[0].shape == stored.shape:
             return self.read_chunk(key, stored.chunks[0])
         whole = torch.empty(stored.shape, dtype=stored.dtype)
-        covered = 0
+        if not _covers(stored):
+            raise UsageError(
+                f"{self.path}: the chunks of {key} do not cover its {stored.shape} once each", hint="was every rank's file copied?"
+            )
         for chunk in stored.chunks:
-            part = self.read_chunk(key, chunk)
-            whole[tuple(slice(at, at + size) for at, size in zip(chunk.offset, chunk.shape, strict=True))] = part
-            covered += part.numel()
-        if covered != whole.numel():
-            raise UsageError(f"{self.path}: the chunks of {key} hold {covered} of {whole.numel()} elements")
+            whole[tuple(slice(at, at + size) for at, size in zip(chunk.offset, chunk.shape, strict=True))] = self.read_chunk(key, chunk)
         return whole
 
     def read_chunk(self, key: str, chunk: Chunk) -> torch.Tensor:
@@ -106,6 +110,21 @@ class TorchDist:
     def all(self) -> Iterator[tuple[str, torch.Tensor]]:
         for key in self.tensors:
             yield key, self.read(key)
+
+
+def _covers(stored: Stored) -> bool:
+    """Whether the chunks tile the tensor: no hole, no overlap.  Counted on the grid that their edges make."""
+    edges = []
+    for dim, size in enumerate(stored.shape):
+        starts = [(chunk.offset[dim], chunk.offset[dim] + chunk.shape[dim]) for chunk in stored.chunks]
+        edges.append(sorted({0, size, *(edge for pair in starts for edge in pair)}))
+        if edges[-1][0] < 0 or edges[-1][-1] > size:
+            return False
+    cells = np.zeros([len(edge) - 1 for edge in edges], dtype=np.int32)
+    for chunk in stored.chunks:
+        places = zip(edges, chunk.offset, chunk.shape, strict=True)
+        cells[tuple(slice(edge.index(at), edge.index(at + size)) for edge, at, size in places)] += 1
+    return bool((cells == 1).all())
 
 
 def find_checkpoint(path: Path) -> Path:

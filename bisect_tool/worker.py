@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bisect_hooks import mcore
+from bisect_hooks import drive, mcore
 from bisect_hooks.errors import BisectError, UsageError
 from bisect_hooks.family import families
 from bisect_hooks.tap import Graft
@@ -86,8 +86,8 @@ class Rank:
             recording = Recording(graft[0])
             here = {key for tap in candidate.taps for key in tap.keys}
             values = {key: rows.unpack(recording[key], *ids.shape) for key in graft[1] if key in here}
-        with mcore.listening_to_experts(candidate) as dispatched:
-            heard = mcore.record(candidate, local, candidate.taps, Graft(values, candidate.at, sizes, parallel))
+        with drive.listening_to_experts(candidate) as dispatched:
+            heard = drive.record(candidate, local, candidate.taps, Graft(values, candidate.at, sizes, parallel))
         tensors = {tap.id: heard.one(tap) for tap in candidate.taps}
         for (layer, expert), (tokens, probabilities) in dispatched.items():
             tensors[f"dispatch|{layer}|{expert}|rows"] = tokens
@@ -98,7 +98,7 @@ class Rank:
         """Every local expert of every local layer on the same rows: layer → (fc1 [e t f/etp], fc2 [e t h])."""
         candidate = self.here
         return {
-            layer: tuple(part.cpu() for part in mcore.probe_experts(candidate, layer, *inputs))  # type: ignore[misc]
+            layer: tuple(part.cpu() for part in drive.probe_experts(candidate, layer, *inputs))  # type: ignore[misc]
             for layer, inputs in rows.items()
             if layer in candidate.layers
         }
@@ -108,7 +108,7 @@ class Rank:
         candidate = self.here
         batch = ids.shape[0] // candidate.parallel.dp
         start = candidate.at.dp * batch
-        output = mcore.forward(candidate, ids[start : start + batch])
+        output = drive.forward(candidate, ids[start : start + batch])
         if output is None:
             return None
         return torch.stack([output[positions[start + i], i] for i in range(batch)]).cpu()

@@ -16,7 +16,7 @@ from bisect_hooks.table import Cut
 from bisect_tool.faults import Fault, Finding, Proof, Relation, group, number, span, without_layer
 from bisect_tool.judge import EXACT
 from bisect_tool.measure import measure
-from bisect_tool.shards import DENSE_AXES, EXPERT_AXES, Shard, everywhere, stages_of, wrong_places
+from bisect_tool.shards import Shard, shard_of, wrong_places
 
 MOD_4 = Relation("duplicate", {"map": "e mod 4", "modulus": 4, "wrong": 12, "of": 16})
 MODULES = ("input_norm", "linear_attention", "pre_mlp_norm", "router", "experts")
@@ -28,7 +28,7 @@ def modules_of(_layer: int) -> tuple[str, ...]:
 
 
 def shard(*places: tuple[int, ...], expert: bool = False, stages: Sequence[int] = (0,), parallel: Parallel = LAYOUT) -> Shard:
-    return Shard(parallel, "conversion", expert, frozenset(places), frozenset(stages))
+    return Shard(parallel, "conversion", expert, frozenset((stage, *place) for stage in stages for place in places))
 
 
 def finding(site: str, relation: Relation | None = None, where: Shard | None = None, cls: str = "conversion", **more: Any) -> Finding:
@@ -150,14 +150,13 @@ def test_a_shard_that_is_no_product_lists_its_ranks() -> None:
     assert "pp" not in page
 
 
-@pytest.mark.xfail(strict=True, reason="joined() unites places and stages apart, so which place is wrong in which stage is lost")
 def test_places_that_differ_from_stage_to_stage_are_no_product() -> None:
     page = shard((0, 0), stages=(0,)).joined(shard((1, 0), stages=(1,))).to_json()
     assert page["ranks"] == [{"pp": 0, "tp": 0}, {"pp": 1, "tp": 1}]
 
 
 def test_a_shard_of_an_unknown_layout_names_no_axes() -> None:
-    page = Shard(LAYOUT, "unknown", True, frozenset({(0, 0)}), frozenset({1})).to_json()
+    page = Shard(LAYOUT, "unknown", True, frozenset({(1, 0, 0)})).to_json()
     assert page.keys() == {"layout", "of"}
 
 
@@ -165,16 +164,20 @@ def test_the_wrong_piece_is_found_by_cutting_as_the_table_does() -> None:
     parallel = Parallel(tp=2, ep=2, etp=2)
     unequal = torch.zeros(4, 4, 3, dtype=torch.bool)
     unequal[3, 2] = True  # expert 3, first row of its second half
-    assert wrong_places(Cut("ep@0 etp@1/2"), unequal, parallel, EXPERT_AXES) == {(1, 0)}
-    assert wrong_places(Cut("tp@0"), unequal[:, :, 0], parallel, DENSE_AXES) == {(1, 0)}
-    assert wrong_places(Cut(""), unequal, parallel, DENSE_AXES) == {(0, 0), (1, 0)} == everywhere(parallel, DENSE_AXES)
-    assert wrong_places(Cut("tp@0"), torch.zeros(4, 2, dtype=torch.bool), parallel, DENSE_AXES) == set()
+    assert wrong_places(Cut("ep@0 etp@1/2"), unequal, parallel) == {(1, 0)}
+    assert wrong_places(Cut("tp@0"), unequal[:, :, 0], parallel) == {(1, 0)}
+    assert wrong_places(Cut(""), unequal, parallel) == {(0, 0), (1, 0)}
+    assert wrong_places(Cut("tp@0"), torch.zeros(4, 2, dtype=torch.bool), parallel) == set()
 
 
 def test_stages_are_those_that_hold_the_layers() -> None:
-    assert stages_of([0, 3, None], Parallel(pp=4), 8) == {0, 1}
-    assert stages_of([7, 2], Parallel(pp=2, pp_layers=(3, 5)), 8) == {0, 1}
-    assert stages_of([None], Parallel(pp=2), 8) == set()
+    def stages(site: str, parallel: Parallel) -> list[int]:
+        return shard_of(parse_site(site), parallel, "run", 8).ranks_of("pp")
+
+    assert stages("layers.3.router.logits", Parallel(pp=4)) == [1]
+    assert stages("layers.2.router.logits", Parallel(pp=2, pp_layers=(3, 5))) == [0]
+    assert stages("layers.3.router.logits", Parallel(pp=2, pp_layers=(3, 5))) == [1]
+    assert (stages("embedding", Parallel(pp=2)), stages("lm_head", Parallel(pp=2))) == ([0], [1])
 
 
 @pytest.mark.parametrize(("value", "page"), [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf"), (0.5, 0.5), (None, None), (0, 0)])

@@ -139,12 +139,9 @@ def test_every_command_of_the_readme_is_there() -> None:
     assert named <= set(cli.commands)
 
 
-LONG = pytest.mark.xfail(strict=True, reason=f"more than {MOST_LINES} lines")
-
-
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(path, id=shown(path), marks=LONG if path.name in ("mcore.py", "qwen3_5_moe.py") else ()) for path in TOOL + HOOKS],
+    [pytest.param(path, id=shown(path)) for path in TOOL + HOOKS],
 )
 def test_a_module_says_its_idea_and_is_not_too_long(path: Path) -> None:
     assert ast.get_docstring(tree(path))

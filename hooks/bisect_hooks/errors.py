@@ -14,6 +14,11 @@ class BisectError(Exception):
         self.hint = hint
 
 
+def first_line(error: BaseException) -> str:
+    """What an exception says, on one line; its name when it says nothing."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
 class UsageError(BisectError):
     """A usage, or an input that can't be read or does not fit (exit 2)."""
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from bisect_hooks.errors import UsageError
+from bisect_hooks.parallel import Parallel
 from bisect_hooks.site import Site
 from bisect_hooks.table import Rule
 from bisect_hooks.tap import Tap
@@ -57,6 +58,31 @@ class Dimensions:
     @property
     def value_rows(self) -> int:
         return self.value_heads * self.value_width
+
+
+def check_sizes(dims: Dimensions, parallel: Parallel) -> None:
+    """Refuses sizes that don't divide, before megatron-core does it with an assertion.  Raises UsageError."""
+    parallel.chunk_sizes(dims.layers)
+    for what, size, axis in (
+        ("attention heads", dims.heads, "tp"),
+        ("KV heads", dims.groups, "tp"),
+        ("vocabulary rows", dims.vocabulary, "tp"),
+        ("linear attention key heads", dims.key_heads, "tp"),
+        ("shared expert rows", dims.shared, "tp"),
+        ("experts", dims.experts, "ep"),
+        ("expert rows", dims.routed, "etp"),
+    ):
+        if size % parallel.size(axis):
+            raise UsageError(f"{size} {what} don't divide by --{axis} {parallel.size(axis)}")
+    if parallel.cp > 1:
+        raise UsageError("--cp above 1 needs Transformer Engine: megatron-core's own attention asserts it (dot_product_attention.py:58)")
+    if parallel.vpp > 1:
+        raise UsageError("--vpp above 1 is not run yet: this build drives pipeline stages by hand, one chunk a rank")
+    if parallel.expert_tp > 1 and parallel.ep > 1 and parallel.dispatcher == "alltoall":
+        raise UsageError(
+            "--etp above 1 with --ep above 1 does not run with the alltoall dispatcher on gloo (uneven all-gather)",
+            hint="add --dispatcher allgather, or --etp 1",
+        )
 
 
 @dataclass(frozen=True, slots=True)

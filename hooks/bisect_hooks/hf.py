@@ -16,7 +16,7 @@ import torch
 import transformers
 from transformers.utils import logging as transformers_logging
 
-from bisect_hooks.errors import UsageError
+from bisect_hooks.errors import UsageError, first_line
 from bisect_hooks.family import Derived, Dimensions, Family
 from bisect_hooks.parallel import Parallel
 from bisect_hooks.tap import NO_GRAFT, Graft, Heard, Tap, find, listening
@@ -43,7 +43,7 @@ class Reference:
                 local_files_only=True,
             )
         except (OSError, ValueError, RuntimeError) as error:
-            raise UsageError(f"transformers can't load {path}: {str(error).splitlines()[0]}") from error
+            raise UsageError(f"transformers can't load {path}: {first_line(error)}") from error
         self.model.to(device).eval().requires_grad_(False)
         self.family, self.dims, self.dtype, self.device = family, dims, dtype, device
         self.taps = family.reference_taps(dims)
@@ -140,7 +140,7 @@ class Tokenizer:
         try:
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
         except Exception as error:
-            raise UsageError(f"the tokenizer of {path} can't be loaded: {str(error).splitlines()[0]}") from error
+            raise UsageError(f"the tokenizer of {path} can't be loaded: {first_line(error)}") from error
 
     def ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
@@ -148,7 +148,7 @@ class Tokenizer:
         try:
             text = self.tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
         except Exception as error:
-            raise UsageError(f"messages need a chat template: {str(error).splitlines()[0]}") from error
+            raise UsageError(f"messages need a chat template: {first_line(error)}") from error
         return [int(token) for token in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
 
     def text(self, ids: list[int]) -> str:
@@ -170,7 +170,7 @@ def _text_config(path: Path) -> Any:
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise UsageError(f"transformers can't read {path / 'config.json'}: {str(error).splitlines()[0]}") from error
+        raise UsageError(f"transformers can't read {path / 'config.json'}: {first_line(error)}") from error
     return config.get_text_config()
 
 

@@ -205,9 +205,15 @@ def parse_layout(text: str) -> Layout:
     items, rest = _parse_items(tokens, text)
     if rest:
         raise UsageError(f"layout {text!r}: unexpected {rest[0]!r}")
-    names = [leaf.name for item in items for leaf in _leaves(item) if isinstance(leaf, Dim)]
+    leaves = [leaf for item in items for leaf in _leaves(item)]
+    sections = [leaf for leaf in leaves if isinstance(leaf, Sections)]
+    names = [leaf.name for leaf in leaves if isinstance(leaf, Dim)] + [name for leaf in sections for name, _ in leaf.sizes]
+    if not items:
+        raise UsageError("an empty layout says nothing")
     if len(names) != len(set(names)):
         raise UsageError(f"layout {text!r}: a dim is named twice")
+    if len(sections) > 1:
+        raise UsageError(f"layout {text!r}: only one dim can be made of sections")
     return Layout(text, tuple(items))
 
 
@@ -223,6 +229,8 @@ def _parse_items(tokens: list[str], text: str) -> tuple[list[Item], list[str]]:
             if not match:
                 raise UsageError(f"layout {text!r}: unexpected {token!r}")
             axis = _axis(match[2], text)
+            if match[1] == "b" and axis not in (None, "dp"):
+                raise UsageError(f"layout {text!r}: b is always cut over dp, not over {axis}")
             items.append(Dim(match[1], "dp" if match[1] == "b" else axis))
     return items, tokens
 
@@ -237,6 +245,8 @@ def _parse_group(tokens: list[str], text: str) -> tuple[Item, list[str]]:
         inner: Item = Sections(tuple(sizes))
     else:
         items, tokens = _parse_items(tokens, text)
+        if not items:
+            raise UsageError(f"layout {text!r}: an empty bracket")
         inner = Flat(tuple(items))
     if not tokens or not tokens[0].startswith(")"):
         raise UsageError(f"layout {text!r}: a bracket is not closed")
@@ -299,7 +309,7 @@ def _canonical_order(dims: tuple[Dim, ...]) -> list[int]:
 def _worst(so_far: float, one: torch.Tensor, other: torch.Tensor) -> float:
     if one.shape != other.shape:
         return math.nan
-    if torch.equal(one, other):
+    if bool(((one == other) | (one.isnan() & other.isnan())).all()):
         return so_far
     norm = one.double().norm().item()
     here = (one.double() - other.double()).norm().item() / norm if norm else math.inf

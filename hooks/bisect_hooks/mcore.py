@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -51,10 +50,10 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from bisect_hooks.cpu import RMSNorm, prepare_megatron, running_on
 from bisect_hooks.errors import BisectError, UsageError
-from bisect_hooks.family import CheckpointLayout, Dimensions, Family
+from bisect_hooks.family import CheckpointLayout, Dimensions, Family, check_sizes
 from bisect_hooks.linear_attention import GatedDeltaNet as OwnDeltaNet
 from bisect_hooks.parallel import Coordinates, Parallel
-from bisect_hooks.tap import Graft, Heard, Tap, find, listening
+from bisect_hooks.tap import Tap
 
 TIMEOUT = timedelta(seconds=120)
 NAN = float("nan")
@@ -132,31 +131,6 @@ def _forget_groups() -> None:
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
-
-
-def check_sizes(dims: Dimensions, parallel: Parallel) -> None:
-    """Refuses sizes that don't divide, before megatron-core does it with an assertion.  Raises UsageError."""
-    parallel.stage_sizes(dims.layers)
-    for what, size, axis in (
-        ("attention heads", dims.heads, "tp"),
-        ("KV heads", dims.groups, "tp"),
-        ("vocabulary rows", dims.vocabulary, "tp"),
-        ("linear attention key heads", dims.key_heads, "tp"),
-        ("shared expert rows", dims.shared, "tp"),
-        ("experts", dims.experts, "ep"),
-        ("expert rows", dims.routed, "etp"),
-    ):
-        if size % parallel.size(axis):
-            raise UsageError(f"{size} {what} don't divide by --{axis} {parallel.size(axis)}")
-    if parallel.cp > 1:
-        raise UsageError("--cp above 1 needs Transformer Engine: megatron-core's own attention asserts it (dot_product_attention.py:58)")
-    if parallel.vpp > 1:
-        raise UsageError("--vpp above 1 is not run yet: this build drives pipeline stages by hand, one chunk a rank")
-    if parallel.expert_tp > 1 and parallel.ep > 1 and parallel.dispatcher == "alltoall":
-        raise UsageError(
-            "--etp above 1 with --ep above 1 does not run with the alltoall dispatcher on gloo (uneven all-gather)",
-            hint="add --dispatcher allgather, or --etp 1",
-        )
 
 
 def transformer_config(
@@ -433,82 +407,3 @@ def set_dtypes(candidate: Candidate, dtype_of: Callable[[str], torch.dtype | Non
         wanted = {dtype_of(key) for key in keys} - {None}
         if len(wanted) == 1 and name in named:
             named[name].data = named[name].data.to(wanted.pop())
-
-
-# -- forward ------------------------------------------------------------------------------------------------------------------
-
-
-def forward(candidate: Candidate, ids: torch.Tensor) -> torch.Tensor | None:
-    """ids [b s] of this data parallel rank → logits [s b v/tp] on the last stage, None before it.
-
-    Stages are driven by hand: megatron-core's schedule allocates on CUDA (pipeline_parallel/schedules.py:2138).
-    """
-    batch, length = ids.shape
-    ids = ids.to(candidate.device)
-    position_ids = torch.arange(length, device=candidate.device).expand(batch, -1)
-    mask = torch.ones(length, length, dtype=torch.bool, device=candidate.device).triu(1).expand(1, 1, -1, -1)
-    rows = length // candidate.parallel.tp if candidate.parallel.sp else length
-    with running_on(candidate.device), torch.no_grad():
-        if not candidate.first_stage:
-            hidden = torch.empty(rows, batch, candidate.dims.hidden, dtype=candidate.dtype, device=candidate.device)
-            dist.recv(hidden, parallel_state.get_pipeline_model_parallel_prev_rank())
-            candidate.model.set_input_tensor(hidden)
-        output = candidate.model(ids, position_ids, mask)
-        if candidate.last_stage:
-            return output.transpose(0, 1)  # type: ignore[no-any-return]
-        dist.send(output.contiguous(), parallel_state.get_pipeline_model_parallel_next_rank())
-    return None
-
-
-def record(candidate: Candidate, ids: torch.Tensor, taps: tuple[Tap, ...], graft: Graft) -> Heard:
-    """One forward of this rank with its taps listening and its grafts in place."""
-    where = f" on the candidate, rank {dist.get_rank()}"
-    with listening(candidate.model, taps, graft, where=where) as heard:
-        forward(candidate, ids)
-    return heard
-
-
-@contextmanager
-def listening_to_experts(candidate: Candidate) -> Iterator[dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]]:
-    """What each local expert is handed while the block runs: (layer, global expert) → (rows [t h], probabilities [t]).
-
-    Rows come by source rank of the expert group, then in the order of that rank's tokens.
-    """
-    heard: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
-    handles = []
-
-    def listen(layer: int, expert: int) -> Callable[..., None]:
-        def before(_module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            heard[layer, expert] = (args[0].detach().clone(), args[1].detach().clone())
-
-        return before
-
-    for layer in candidate.layers:
-        if candidate.dims.moe[layer]:
-            moe = find(candidate.model, f"decoder.layers.{layer - candidate.layers.start}.mlp")
-            for expert, module in zip(moe.local_expert_indices, moe.experts.local_experts, strict=True):
-                handles.append(module.register_forward_pre_hook(listen(layer, expert)))
-    try:
-        yield heard
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def probe_experts(candidate: Candidate, layer: int, rows: torch.Tensor, inner: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every local expert on the same rows, without the router: (fc1 of `rows` [t h] → [e t f/etp], fc2 of `inner` → [e t h]).
-
-    `inner` [e t f] is the reference's activation for all experts, so that fc2 is judged apart from fc1.
-    """
-    moe = find(candidate.model, f"decoder.layers.{layer - candidate.layers.start}.mlp")
-    rows = rows.to(candidate.device, candidate.dtype)
-    size, first, second = candidate.parallel.expert_tp, [], []
-    with running_on(candidate.device), torch.no_grad():
-        for expert, module in zip(moe.local_expert_indices, moe.experts.local_experts, strict=True):
-            wide, _ = module.linear_fc1(rows)
-            first.append(wide)
-            width = inner.shape[-1] // size
-            part = inner[expert, :, candidate.at.etp * width : (candidate.at.etp + 1) * width]
-            partial, _ = module.linear_fc2(part.contiguous().to(candidate.device, candidate.dtype))
-            second.append(partial)
-    return torch.stack(first), torch.stack(second)

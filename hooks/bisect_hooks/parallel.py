@@ -57,6 +57,8 @@ class Parallel:
             raise UsageError("--sp needs --tp of at least 2", hint="drop --sp or raise --tp")
         if self.pp_layers and len(self.pp_layers) != self.pp * self.vpp:
             raise UsageError(f"--pp-layers names {len(self.pp_layers)} stages, --pp {self.pp} x --vpp {self.vpp} has {self.pp * self.vpp}")
+        if any(size < 1 for size in self.pp_layers):
+            raise UsageError(f"--pp-layers {','.join(map(str, self.pp_layers))}: every stage holds at least one layer")
         dense = self.tp * self.cp
         least = math.lcm(dense, self.ep * self.expert_tp) // dense
         object.__setattr__(self, "_dp", least)
@@ -96,23 +98,34 @@ class Parallel:
         )
 
     def layers_of(self, stage: int, layers: int) -> range:
-        """The global layers that pipeline stage `stage` holds.  Raises UsageError when the layers don't divide."""
-        sizes = self.stage_sizes(layers)
+        """The global layers that pipeline stage `stage` holds.  Raises UsageError when the layers don't divide, or under VPP,
+        where a stage holds several runs of layers."""
+        if self.vpp > 1:
+            raise UsageError("--vpp above 1 is not run yet: this build drives pipeline stages by hand, one chunk a rank")
+        sizes = self.chunk_sizes(layers)
         return range(sum(sizes[:stage]), sum(sizes[: stage + 1]))
 
-    def stage_sizes(self, layers: int) -> tuple[int, ...]:
+    def chunk_sizes(self, layers: int) -> tuple[int, ...]:
+        """Layers of each model chunk, in layer order; chunk c lies on stage c mod pp."""
+        chunks = self.pp * self.vpp
         if self.pp_layers:
             if sum(self.pp_layers) != layers:
-                raise UsageError(
-                    f"--pp-layers {','.join(map(str, self.pp_layers))} holds {sum(self.pp_layers)} layers, the model has {layers}"
-                )
+                named = ",".join(map(str, self.pp_layers))
+                raise UsageError(f"--pp-layers {named} holds {sum(self.pp_layers)} layers, the model has {layers}")
             return self.pp_layers
-        if layers % self.pp:
-            raise UsageError(f"{layers} layers don't divide by --pp {self.pp}", hint="say how many each stage holds with --pp-layers")
-        return (layers // self.pp,) * self.pp
+        if layers % chunks:
+            what = f"--pp {self.pp}" + (f" x --vpp {self.vpp}" if self.vpp > 1 else "")
+            raise UsageError(f"{layers} layers don't divide by {what}", hint="say how many each stage holds with --pp-layers")
+        return (layers // chunks,) * chunks
 
     def stage_of(self, layer: int, layers: int) -> int:
-        return next(stage for stage in range(self.pp) if layer in self.layers_of(stage, layers))
+        """The pipeline stage that holds a layer."""
+        end = 0
+        for chunk, size in enumerate(self.chunk_sizes(layers)):
+            end += size
+            if layer < end:
+                return chunk % self.pp
+        raise UsageError(f"there is no layer {layer}: the model has {layers}")
 
     def as_one_rank(self) -> Parallel:
         return Parallel(dispatcher=self.dispatcher)

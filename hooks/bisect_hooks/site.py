@@ -53,6 +53,10 @@ class Site:
 
     def __post_init__(self) -> None:
         _known("module", self.module, MODULES)
+        if self.in_layer and self.layer is None:
+            raise UsageError(f"site {self.module}: it is inside a layer, so say which", hint=f"layers.<n>.{self.module}")
+        if self.layer is not None and not self.in_layer and self.module != "mtp":
+            raise UsageError(f"site {self.module}.{self.layer}: {self.module} is outside the layers and has no number")
         if self.part is not None:
             _known(f"part of {self.module}", self.part, PARTS.get(self.module, ()))
 
@@ -87,15 +91,19 @@ def parse_site(text: str) -> Site:
     words = text.split(".")
     layer: int | None = None
     if words[0] == "layers":
-        if len(words) < 3 or not words[1].isdigit():
+        if len(words) < 3 or not _is_number(words[1]):
             raise UsageError(f"site {text!r}: expected layers.<n>.<module>[.<part>]")
         layer, words = int(words[1]), words[2:]
         _known("module inside a layer", words[0], IN_LAYER)
-    elif len(words) > 1 and words[1].isdigit():
+    elif len(words) > 1 and _is_number(words[1]):
         layer, words = int(words[1]), [words[0], *words[2:]]
     if len(words) > 2:
         raise UsageError(f"site {text!r}: too many words, expected <module>[.<part>]")
     return Site(words[0], layer, words[1] if len(words) == 2 else None)
+
+
+def _is_number(word: str) -> bool:
+    return word.isascii() and word.isdecimal()
 
 
 def _known(what: str, word: str, words: tuple[str, ...]) -> None:

@@ -8,6 +8,7 @@ backwards it exports, evaluated on both sides it audits.  Names are those of the
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -221,8 +222,8 @@ class Rule:
 
 def check_total(rules: Sequence[Rule]) -> None:
     """Raises AssertionError when a table names a tensor twice (an error of ours: tables are total and unambiguous)."""
-    made = [candidate.name for rule in rules for candidate in rule.candidates]
-    read = [name for rule in rules for name in rule.references]
+    made = Counter(candidate.name for rule in rules for candidate in rule.candidates)
+    read = Counter(name for rule in rules for name in rule.references)
     for names in (made, read):
-        twice = {name for name in names if names.count(name) > 1} if len(names) < 5000 else set()
-        assert not twice, f"the weight table names {sorted(twice)[:3]} twice"
+        twice = [name for name, count in names.items() if count > 1]
+        assert not twice, f"the weight table names {twice[:3]} twice"
