@@ -77,6 +77,7 @@ HOME = [
     ),
 ]  # fmt: skip
 
+# By activations alone a decay whose ratio is not the same over tokens is dt_bias (contract rule 7), though L01 moves A_log too.
 FORWARD_ONLY = [
     Case("A03-slime", "slime", "one", ("A03",), "one", FORWARD, (fault("conversion", FULL, "attention", ["qkv"], "permutation", "run"),)),
     Case("S04-native", "native", "one", ("S04",), "one", FORWARD, (fault("model-definition", EVERY, "shared_expert_gate", [], "config", "run"),)),
@@ -90,7 +91,7 @@ FORWARD_ONLY = [
         "L01-slime-pp2", "slime", "pp2", ("L01",), "pp2", FORWARD,
         (fault(
             "conversion", [4, 5, 6, 7], None,
-            ["qkv", "q_norm", "k_norm", "out_proj", "in_proj", "conv1d", "a_log", "gated_norm", "logits", "fc1", "fc2"],
+            ["qkv", "q_norm", "k_norm", "out_proj", "in_proj", "conv1d", "dt_bias", "gated_norm", "logits", "fc1", "fc2"],
             "other-layer", "run", LAYER_SLIME, pp=[1],
         ),),
     ),
@@ -98,7 +99,7 @@ FORWARD_ONLY = [
         "L01-run-native-pp2", "native", "pp2", ("L01-run",), "pp2", (*FORWARD, "--candidate-patch", "patch.py"),
         (fault(
             "parallel", [4, 5, 6, 7], None,
-            ["qkv", "q_norm", "k_norm", "out_proj", "in_proj", "conv1d", "a_log", "gated_norm", "logits", "fc1", "fc2"],
+            ["qkv", "q_norm", "k_norm", "out_proj", "in_proj", "conv1d", "dt_bias", "gated_norm", "logits", "fc1", "fc2"],
             None, "run", LAYER_SLIME, pp=[1],
         ),),
     ),
@@ -107,7 +108,7 @@ FORWARD_ONLY = [
 
 def both(layout: str, under: str) -> Case:
     """An expert fault and a linear attention fault at once, converted under TP2 x EP2, located by activations alone."""
-    experts: dict[str, Any] = {"one": {}, "tp2sp": {}, "pp2": {"pp": [0, 1]}, "ep4": {"ep": [2, 3]}, "tp2ep2": {"ep": [1]}}[under]
+    experts: dict[str, Any] = {"one": {}, "tp2sp": {"etp": [0, 1]}, "pp2": {"pp": [0, 1]}, "ep4": {"ep": [2, 3]}, "tp2ep2": {"ep": [1]}}[under]
     dense: dict[str, Any] = {"one": {}, "tp2sp": {"tp": [0, 1]}, "pp2": {"pp": [0, 1]}, "ep4": {}, "tp2ep2": {"tp": [0, 1]}}[under]
     expert = fault("conversion", EVERY, "experts", ["fc1", "fc2"], "duplicate", "run", **experts)
     if layout == "native":
