@@ -289,14 +289,11 @@ class Auditor:
     def _rounded(self, rule: Rule, stored: str, difference: Difference) -> Finding:
         names = tuple(self.reference.on_disk(name) for name in rule.references[:4])
         proof = Proof("round the reference through bfloat16, compare every byte", difference.relative_rms, 0.0, "unrounded it differs")
-        made = next(made for made in rule.candidates)
-        finding = Finding(
+        made = rule.candidates[0]
+        return Finding(
             "conversion", rule.site, self._shard(rule.site, made.cut, None), (names, (stored,)), difference, FAMILY_ROUNDING,
             Relation("rounded", {"through": "bfloat16"}), proof, minor=True,
-            explanation=f"{rule.site.part} lost precision: the family keeps it in float32, the candidate holds it rounded through bfloat16.",
-            next="Harmless for text; convert with these tensors kept in float32 to get it back.",
         )  # fmt: skip
-        return finding
 
     def _shard(self, site: Site, cut: Cut, unequal: torch.Tensor | None) -> Shard:
         """Where a wrong tensor lies in the layout it was converted under; `unequal` None is everywhere."""

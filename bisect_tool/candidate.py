@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from bisect_hooks.errors import BisectError
-from bisect_hooks.family import CheckpointLayout, Dimensions, Family
+from bisect_hooks.family import CheckpointLayout, Dimensions, Family, check_sizes
 from bisect_hooks.layout import Gathered
 from bisect_hooks.parallel import Coordinates, Parallel
 from bisect_hooks.site import Site
@@ -67,6 +67,7 @@ class CandidateRun:
 
     def __post_init__(self) -> None:
         self.dims = self.family.candidate_dimensions(self.args)
+        check_sizes(self.dims, self.parallel)
         self.taps = self.family.candidate_taps(self.dims, self.layout)
 
     @property

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from bisect_hooks.errors import UsageError
-from bisect_hooks.family import CheckpointLayout, Dimensions, Family, family_of
+from bisect_hooks.family import CheckpointLayout, Dimensions, Family, check_sizes, family_of
 from bisect_hooks.parallel import Parallel
 from bisect_hooks.table import check_total
 
@@ -51,6 +51,7 @@ def convert(reference: Path, out: Path, layout: CheckpointLayout, parallel: Para
     left_out = check_table(family, dims, directory, layout, mtp)
     dtype = main_dtype(directory)
     args = conversion_args(family, directory.config, dims, layout, parallel, dtype, mtp)
+    check_sizes(family.candidate_dimensions(args), parallel)
     check_empty(out)
     world = WORLDS.get(parallel.world)
     world.call("build", what=Built(family.name, args, layout, parallel, dtype, mtp=mtp), checkpoint=None)

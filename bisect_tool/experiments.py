@@ -83,7 +83,7 @@ class Lab:
             tensors = (tuple(n for one in found for n in one.tensors[0]), tuple(n for one in found for n in one.tensors[1]))
             decided[site] = replace(findings[site], cls="conversion", relation=relation, proof=proof, tensors=tensors)
             if all(one.minor for one in found):
-                decided[site] = replace(decided[site], minor=True, explanation=found[0].explanation, next=found[0].next)
+                decided[site] = replace(decided[site], minor=True)
         spared = sum(self._agrees(control, site) for site in suspects)
         self.probes.append(
             f"reference's weights put in place: {len(decided)} of {len(suspects)} cured; control, all {len(others)} other tensors: {spared} cured"

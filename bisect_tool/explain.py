@@ -31,7 +31,7 @@ def explanation(fault: Fault) -> tuple[str, str]:
 def where(fault: Fault) -> str:
     """'Conversion fault from layer 0 on, in layers 0 to 7: routed experts (fc1, fc2) on EP ranks 1 to 3 (converted at EP 4)'"""
     first, shard = fault.first, str(fault.shard or fault.first.shard)
-    cls = CLASSES.get(first.cls, f"{str(first.cls).capitalize()} fault")
+    cls = "Precision lost" if first.minor else CLASSES.get(first.cls, f"{str(first.cls).capitalize()} fault")
     layers = fault.layers
     at = f" from layer {layers[0]} on, in layers {span(layers)}" if len(layers) > 1 else f" in layer {layers[0]}" if layers else ""
     names = (
@@ -108,6 +108,10 @@ SENTENCES: dict[str, Callable[[Mapping[str, Any], Finding], tuple[str, str]]] = 
     "other-layer": _other_layer,
     "missing": _missing,
     "unknown": _unknown,
+    "rounded": lambda detail, _: (
+        f"kept in float32 by the family, held rounded through {detail['through']} by the candidate",
+        "Harmless for text; convert with these tensors kept in float32 to get it back"
+    ),
     "halves-swapped": lambda *_: ("the two halves are exchanged", AGAIN),
     "transpose": lambda *_: ("it is the reference's tensor transposed", AGAIN),
     "other-tensor": lambda detail, _: (f"it holds what belongs in {detail['name']}", AGAIN),

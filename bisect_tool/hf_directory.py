@@ -6,6 +6,7 @@ file or in shards with an index, and keep experts fused or one by one (the table
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -48,7 +49,10 @@ class HuggingFaceDirectory:
         return self.files[name][1]
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor by its canonical name.  Raises UsageError when the file is damaged."""
+        """One tensor by its canonical name.  Raises UsageError when it is not there, or its file is damaged."""
+        if name not in self.files:
+            near = difflib.get_close_matches(name, self.files, n=3)
+            raise UsageError(f"{self.path} has no {name}, which the weight table reads", hint=f"nearest: {', '.join(near) or 'none'}")
         path, disk = self.files[name]
         with _opened(path) as file:
             return file.get_tensor(disk)  # type: ignore[no-any-return]

@@ -80,7 +80,12 @@ class Job:
             raise UsageError(
                 f"{self.candidate.path} keeps no args (common.pt)", hint="without them nothing says how to build the candidate"
             )
-        return found
+        return found | self.read_by_spec
+
+    @cached_property
+    def read_by_spec(self) -> dict[str, Any]:
+        """What the candidate's own spec reads from the Hugging Face directory: said as a note, never a finding."""
+        return self.family.read_by_spec(plain(self.candidate.args), self.reference.config)
 
     @cached_property
     def written_under(self) -> Parallel | None:
@@ -138,7 +143,7 @@ def climb(job: Job) -> Report:
     """Every stage asked for, in order, until one finds a fault (all of them with `everything`)."""
     job.candidate, job.family, job.args  # noqa: B018 - bad input is refused before any work
     if "forward" in job.stages and job.prompts is not None:
-        job.batch  # noqa: B018
+        job.candidate_run()  # refuses sizes that don't fit before any rank is started
         if job.stages == ("inputs", "forward") or job.everything:
             WORLDS.get(job.parallel.world, job.device)  # ranks start while the files are read
     steps = {"inputs": inputs_stage, "config": config_stage, "weights": weights_stage, "forward": forward_stage}
@@ -190,6 +195,11 @@ def config_stage(job: Job, result: StageResult, _answers: list[dict[str, str]]) 
     result.faults = job.explained(config_check.findings(mismatches, parallel, of, job.dims.layers))
     result.compared = {"settings": count}
     result.probes = [one.shown for one in mismatches]
+    if job.read_by_spec:
+        spec = " ".join(map(str, plain(job.candidate.args)["spec"]))
+        result.notes.append(
+            f"{', '.join(job.read_by_spec)}: the candidate's spec ({spec}) reads them from the Hugging Face directory itself"
+        )
     result.verdict = Verdict.DIFFERS if mismatches else Verdict.AGREES
 
 

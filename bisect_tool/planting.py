@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from bisect_hooks.errors import UsageError
-from bisect_hooks.family import Dimensions, Family, families
+from bisect_hooks.family import Dimensions, Family, check_sizes, families
 from bisect_hooks.parallel import Parallel
 from bisect_hooks.table import GroupHeads
 
@@ -215,6 +215,7 @@ def plant(fault: str, candidate: Path, out: Path, parallel: Parallel | None) -> 
         raise UsageError(
             f"{fault} exists only with --{one.needs} above 1; this copy would be written under {under}", hint=f"add --{one.needs} 2"
         )
+    check_sizes(dims, under)
     check_empty(out)
     with whole(out) as partial:
         target = partial / RELEASE

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 WIDTH = 118
@@ -18,7 +18,7 @@ def render(page: Mapping[str, Any]) -> str:
             lines += ["", f"and {len(page['faults']) - 4} more faults, in report.json"]
             break
     for fault in page["minor"]:
-        lines += ["", *_wrapped("minor", f"{fault['explanation'] or fault['site']} Layers {_list(fault['layers'])}; changes no verdict.")]
+        lines += ["", *_wrapped("minor", f"{fault['explanation']} It changes no verdict.")]
     for answer in page.get("answers", ()):
         lines += ["", *_wrapped("answer", f"to {answer['prompt']!r}: reference {answer['reference']!r}, candidate {answer['candidate']!r}")]
     return "\n".join([*lines, "", *_conclusion(page)]) + "\n"
@@ -103,7 +103,3 @@ def _wrapped(label: str, text: str, indent: int = 13) -> list[str]:
 
 def _short(value: Any) -> str:
     return f"{value:.2g}" if isinstance(value, float) else str(value)
-
-
-def _list(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers)) or "none"

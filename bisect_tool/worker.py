@@ -52,7 +52,9 @@ class Rank:
         self.built = what
         if checkpoint is not None:
             # whatever is missing is a finding of the weights stage; here it must not become zeros or an old value
-            mcore.load(self.candidate, checkpoint, _renamed(self.candidate, checkpoint))
+            renamed = _renamed(self.candidate, checkpoint)
+            _check_shapes(self.candidate, checkpoint, renamed)
+            mcore.load(self.candidate, checkpoint, renamed)
         if patch is not None:
             run_patch(patch, self.candidate)
         return {"missing": mcore.unfilled(self.candidate)}
@@ -157,6 +159,18 @@ def _renamed(candidate: mcore.Candidate, checkpoint: Path) -> dict[str, str]:
     return {own: alias for rule in rules for own, alias in rule.aliases if own not in stored and alias in stored}
 
 
+def _check_shapes(candidate: mcore.Candidate, checkpoint: Path, renamed: dict[str, str]) -> None:
+    """Refuses a checkpoint whose tensors are not of the sizes that its own args make.  Raises UsageError naming the first."""
+    stored = open_torch_dist(checkpoint).tensors
+    for local in mcore.local_tensors(candidate):
+        found = stored.get(renamed.get(local.key, local.key))
+        if found is not None and found.shape != local.global_shape and local.key not in PADDED:
+            raise UsageError(
+                f"{found.key} is {list(found.shape)} in the checkpoint, its own args make it {list(local.global_shape)}",
+                hint="the config stage says which argument is off (bisect-tool run --stages config)",
+            )
+
+
 def run_patch(path: Path, candidate: mcore.Candidate) -> None:
     """Runs `patch(model, parallel)` of a file the user named with --candidate-patch."""
     spec = importlib.util.spec_from_file_location("candidate_patch", path)
@@ -201,7 +215,9 @@ def main() -> None:
     with Client(str(directory / "socket"), family="AF_UNIX", authkey=bytes.fromhex(os.environ["BISECT_AUTHKEY"])) as connection:
         say(connection, rank)
         serve(connection, Rank(device))
-    os._exit(0)  # gloo's threads can keep a process whose work is done
+    # the whole group, this process included: megatron-core's save leaves a manager and write workers behind, and gloo's
+    # threads can keep a process whose work is done
+    os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -108,7 +108,9 @@ FORWARD_ONLY = [
 
 def both(layout: str, under: str) -> Case:
     """An expert fault and a linear attention fault at once, converted under TP2 x EP2, located by activations alone."""
-    experts: dict[str, Any] = {"one": {}, "tp2sp": {"etp": [0, 1]}, "pp2": {"pp": [0, 1]}, "ep4": {"ep": [2, 3]}, "tp2ep2": {"ep": [1]}}[under]
+    experts: dict[str, Any] = {"one": {}, "tp2sp": {"etp": [0, 1]}, "pp2": {"pp": [0, 1]}, "ep4": {"ep": [2, 3]}, "tp2ep2": {"ep": [1]}}[
+        under
+    ]
     dense: dict[str, Any] = {"one": {}, "tp2sp": {"tp": [0, 1]}, "pp2": {"pp": [0, 1]}, "ep4": {}, "tp2ep2": {"tp": [0, 1]}}[under]
     expert = fault("conversion", EVERY, "experts", ["fc1", "fc2"], "duplicate", "run", **experts)
     if layout == "native":

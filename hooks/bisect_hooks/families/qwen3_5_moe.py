@@ -7,7 +7,7 @@ Sources: transformers `models/qwen3_5_moe`, megatron-core `ssm/gated_delta_net.p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -105,6 +105,21 @@ class Qwen35Moe:
             kernel=read.number("linear_conv_kernel_dim", 4),
         )
 
+    def read_by_spec(self, args: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+        """What slime's layer spec reads from the Hugging Face directory itself; what the args say of it goes unread there."""
+        if not any("slime_plugins" in str(word) for word in args.get("spec") or ()):
+            return {}
+        dims = self.reference_dimensions(config)
+        found = {
+            "linear_attention_freq": [int(kind == "linear_attention") for kind in dims.kinds],
+            "linear_num_key_heads": dims.key_heads,
+            "linear_key_head_dim": dims.key_width,
+            "linear_num_value_heads": dims.value_heads,
+            "linear_value_head_dim": dims.value_width,
+            "linear_conv_kernel_dim": dims.kernel,
+        }
+        return found
+
     def settings(self, config: Mapping[str, Any], layout: CheckpointLayout) -> Sequence[Setting]:
         """Every Megatron argument that changes this model, with the value that config.json asks for."""
         text = config.get("text_config", config)
@@ -131,14 +146,18 @@ class Qwen35Moe:
         delta = at(linear, "linear_attention", "in_proj")
         pattern = [0 if kind == "attention" else 1 for kind in dims.kinds]
 
-        def kinds_match(value: Any, expected: Any) -> bool:
-            linear = Args({"freq": value}).pattern("freq", dims.layers, every=lambda i, n: (i + 1) % n != 0, default=0)
-            return bool([int(one) for one in linear] == expected)
+        def same_pattern(every: Callable[[int, int], bool], default: int | None) -> Callable[[Any, Any], bool]:
+            def same(value: Any, expected: Any) -> bool:
+                try:
+                    found = Args({"freq": value}).pattern("freq", dims.layers, every=every, default=default)
+                except UsageError:
+                    return False
+                return bool([int(one) for one in found] == expected)
 
-        def moe_match(value: Any, expected: Any) -> bool:
-            moe = Args({"freq": value}).pattern("freq", dims.layers, every=lambda i, n: i % n == 0, default=1)
-            return bool([int(one) for one in moe] == expected)
+            return same
 
+        kinds_match = same_pattern(lambda i, n: (i + 1) % n != 0, None)
+        moe_match = same_pattern(lambda i, n: i % n == 0, 1)
         return (
             Setting("num_layers", "--num-layers", dims.layers, everything, "another depth", needed=True),
             Setting("hidden_size", "--hidden-size", dims.hidden, everything, "another width", needed=True),

@@ -1,0 +1,130 @@
+"""The commands as a user runs them: the embedded model, the gate, conversions, and ends that are no verdict."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from bench import PROMPTS, REFERENCE, ROOT, Workshop
+from bisect_hooks.family import family_of
+from bisect_hooks.hf import Reference
+from bisect_hooks.parallel import Parallel
+from bisect_hooks.tap import listening
+
+from bisect_tool.__main__ import run
+from bisect_tool.args import plain
+from bisect_tool.candidate import CandidateRun
+from bisect_tool.hf_directory import open_hf
+from bisect_tool.prompts import Batch
+from bisect_tool.torch_dist import open_torch_dist
+
+pytestmark = pytest.mark.ranks
+GOLDEN = ROOT / "golden"
+BATCH = Batch(((1, 20, 21, 13), (1, 30), tuple(range(3, 80))))
+
+
+def page_of(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / "report.json").read_text())
+    return found
+
+
+def test_the_embedded_model_agrees_as_its_golden_report_says(tmp_path: Path) -> None:
+    assert run(["run", "--prompts", str(GOLDEN / "prompts.jsonl"), "--out", str(tmp_path)]) == 0
+    page, golden = page_of(tmp_path), json.loads((GOLDEN / "expected-report.json").read_text())
+    for name in ("schema", "verdict", "first", "faults", "minor", "answers"):
+        assert page[name] == golden[name]
+    for stage, expected in zip(page["stages"], golden["stages"], strict=True):
+        assert {key: stage[key] for key in ("name", "verdict", "compared", "skipped")} == {
+            key: expected[key] for key in ("name", "verdict", "compared", "skipped")
+        }
+    assert page["provenance"]["digests"] == golden["provenance"]["digests"]
+
+
+def test_the_gate_passes_our_own_conversion_and_stops_a_faulty_one(workshop: Workshop, tmp_path: Path) -> None:
+    good, faulty = GOLDEN / "tiny-qwen3.5-moe-torch_dist", workshop.faulty("slime", "one", "A03")
+    assert run(["gate", "--golden", str(GOLDEN), "--candidate", str(good), "--out", str(tmp_path / "good")]) == 0
+    assert run(["gate", "--golden", str(GOLDEN), "--candidate", str(faulty), "--out", str(tmp_path / "bad")]) == 1
+    (fault,) = page_of(tmp_path / "bad")["faults"]
+    assert (fault["module"], fault["parts"], fault["layers"], fault["class"]) == ("attention", ["qkv"], [3, 7], None)
+
+
+def test_listening_changes_no_bit_of_either_side() -> None:
+    directory = open_hf(REFERENCE)
+    family = family_of(directory.config)
+    reference = Reference(REFERENCE, family, family.reference_dimensions(directory.config), torch.float32, torch.device("cpu"))
+    before = reference.forward(BATCH.ids(), BATCH.mask())
+    with listening(reference.model, reference.taps):
+        during = reference.forward(BATCH.ids(), BATCH.mask())
+    assert torch.equal(before, during) and torch.equal(before, reference.forward(BATCH.ids(), BATCH.mask()))
+    checkpoint = open_torch_dist(GOLDEN / "tiny-qwen3.5-moe-torch_dist")
+    candidate = CandidateRun(family, plain(checkpoint.args), "slime", checkpoint.path, Parallel(), torch.float32, "cpu", BATCH)
+    candidate.build()
+    rows = [list(row) for row in BATCH.rows]
+    alone = candidate.logits(rows)
+    heard = candidate.record().tensors["lm_head"]
+    ends = torch.tensor(BATCH.lengths).cumsum(0) - 1
+    assert torch.equal(alone, heard[ends]) and torch.equal(alone, candidate.logits(rows))
+
+
+def test_a_recording_of_each_side_can_be_made(tmp_path: Path) -> None:
+    for side in ("reference", "candidate"):
+        out = tmp_path / side
+        assert run(["record", "--side", side, "--prompts", str(PROMPTS), "--out", str(out)]) == 0
+        assert json.loads((out / "recording.json").read_text())["side"] == side
+
+
+def test_a_conversion_without_mtp_says_what_it_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert run(["convert", "--reference", str(REFERENCE), "--out", str(out), "--no-mtp", "--layout", "native"]) == 0
+    assert "left out 65 reference tensors: multi-token prediction" in capsys.readouterr().out
+    assert not [key for key in open_torch_dist(out).tensors if key.startswith("mtp.")]
+    assert run(["audit", "--reference", str(REFERENCE), "--candidate", str(out), "--out", str(tmp_path / "report")]) == 0
+    skipped = next(stage for stage in page_of(tmp_path / "report")["stages"] if stage["name"] == "weights")["skipped"]
+    assert "mtp.*" in [one["what"] for one in skipped]
+
+
+def test_a_patch_that_raises_is_a_crash_with_a_traceback(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    patch, out = tmp_path / "patch.py", tmp_path / "out"
+    patch.write_text("def patch(model, parallel):\n    raise RuntimeError('planted')\n")
+    assert run(["run", "--prompts", str(PROMPTS), "--candidate-patch", str(patch), "--stages", "inputs,forward", "--out", str(out)]) == 70
+    errors = capfd.readouterr().err.splitlines()
+    assert [line for line in errors if line.startswith("Error: ")] == [line for line in errors if "planted" in line]
+    assert "BisectError" in (out / "traceback.txt").read_text() and not (out / "report.json").exists()
+
+
+def test_an_interrupted_run_exits_130_and_leaves_no_rank_behind(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "bisect_tool",
+        "run",
+        "--prompts",
+        str(PROMPTS),
+        "--stages",
+        "inputs,forward",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "hooks")])}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    ranks: list[psutil.Process] = []
+    until = time.monotonic() + 60
+    while not ranks and time.monotonic() < until:
+        ranks = [child for child in psutil.Process(process.pid).children() if "bisect_tool.worker" in " ".join(child.cmdline())]
+        time.sleep(0.1)
+    assert ranks
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors.decode().strip().endswith("Error: interrupted")
+    assert not psutil.wait_procs(ranks, timeout=10)[1]
+    assert not (tmp_path / "out" / "report.json").exists()
