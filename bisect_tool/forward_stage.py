@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from bisect_hooks.errors import UsageError
@@ -16,45 +15,41 @@ from bisect_tool.experiments import Lab
 from bisect_tool.faults import Finding
 from bisect_tool.forward import Bench, Located, expected_keys, shows_at, to_finding
 from bisect_tool.judge import Verdict
-from bisect_tool.ladder import DTYPES, Job, scratch
+from bisect_tool.ladder import DTYPES, Job
 from bisect_tool.measure import measure
 from bisect_tool.prompts import Batch
 from bisect_tool.ranks import WORLDS
 from bisect_tool.recording import Recording
-from bisect_tool.reference import MARGIN, answers_of, load_reference, record_reference, tolerance_of
+from bisect_tool.reference import MARGIN, answers_of, recorded_reference, tolerance_of
 from bisect_tool.report import StageResult
 from bisect_tool.shards import shard_of
 
-ANSWERS, ANSWER_TOKENS = 2, 12
+ANSWERS, ANSWER_TOKENS = 2, 8
 
 
 def run_forward(job: Job, result: StageResult, answers: list[dict[str, str]]) -> None:
     """Fills `result` and, where the two sides answer differently, `answers`."""
     WORLDS.get(job.parallel.world, job.device)  # ranks start while the reference runs
     run = job.candidate_run()
-    with scratch() as folder:
-        job.progress("forward: reference")
-        reference, notes = load_reference(job.reference, job.family, job.candidate.layout, DTYPES[job.dtype], job.device)
-        recording = record_reference(
-            reference, job.batch, Path(folder) / "reference", model=str(job.reference_path), layout=job.candidate.layout
-        )
-        result.notes += notes
-        job.progress("forward: candidate")
-        missing = run.build()
-        if missing:
-            result.notes.append(f"{len(missing)} parameters were in no file and stayed NaN: {', '.join(missing[:3])}")
-        bench = Bench(recording, run, job.dims)
-        located = bench.locate(lambda number, found: result.probes.append(_pass_line(number, found)))
-        findings = {site: to_finding(bench, located, site) for site in located.sites}
-        if findings:
-            lab = Lab(bench, located, job.auditor, job.mismatches)
-            findings = lab.decide(findings)
-            result.probes += lab.probes
-        free = run.record()
-        findings |= replicas(bench, located)
-        _conclude(job, result, bench, located, findings, free)
-        if result.faults:
-            answers += compare_answers(job, run, reference)
+    job.progress("forward: reference")
+    recorded = recorded_reference(job.reference, job.family, job.candidate.layout, DTYPES[job.dtype], job.device, job.batch)
+    result.notes += recorded.notes
+    job.progress("forward: candidate")
+    missing = run.build()
+    if missing:
+        result.notes.append(f"{len(missing)} parameters were in no file and stayed NaN: {', '.join(missing[:3])}")
+    bench = Bench(recorded.recording, run, job.dims)
+    located = bench.locate(lambda number, found: result.probes.append(_pass_line(number, found)))
+    findings = {site: to_finding(bench, located, site) for site in located.sites}
+    if findings:
+        lab = Lab(bench, located, job.auditor, job.mismatches)
+        findings = lab.decide(findings)
+        result.probes += lab.probes
+    free = run.record()
+    findings |= replicas(bench, located)
+    _conclude(job, result, bench, located, findings, free)
+    if result.faults:
+        answers += compare_answers(job, run, recorded.reference)
 
 
 def _conclude(job: Job, result: StageResult, bench: Bench, located: Located, findings: dict[Site, Finding], free: Said) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +15,6 @@ import torch
 from bisect_hooks.errors import UsageError
 from bisect_hooks.family import Dimensions, Family, family_of
 from bisect_hooks.parallel import Parallel
-from bisect_hooks.site import Site
 
 from bisect_tool import audit, config_check
 from bisect_tool.args import parallel_of, plain
@@ -170,6 +168,7 @@ def climb(job: Job) -> Report:
 
 @contextmanager
 def timed(result: StageResult) -> Iterator[None]:
+    """Counts the seconds of a stage."""
     started = time.monotonic()
     yield
     result.seconds = time.monotonic() - started
@@ -189,6 +188,7 @@ def inputs_stage(job: Job, result: StageResult, _answers: list[dict[str, str]]) 
 
 
 def config_stage(job: Job, result: StageResult, _answers: list[dict[str, str]]) -> None:
+    """Args against config.json."""
     mismatches, count = config_check.compare_settings(job.family, job.reference.config, job.args, job.candidate.layout)
     parallel = job.written_under or Parallel()
     of = "conversion" if job.written_under else "unknown"
@@ -204,6 +204,7 @@ def config_stage(job: Job, result: StageResult, _answers: list[dict[str, str]]) 
 
 
 def weights_stage(job: Job, result: StageResult, _answers: list[dict[str, str]]) -> None:
+    """The audit."""
     found = job.auditor.run()
     result.faults = job.explained(found.findings)
     result.minor = job.explained(found.minor)
@@ -218,12 +219,14 @@ def weights_stage(job: Job, result: StageResult, _answers: list[dict[str, str]])
 
 
 def forward_stage(job: Job, result: StageResult, answers: list[dict[str, str]]) -> None:
+    """Grafted runs; imported late, because it imports transformers."""
     from bisect_tool.forward_stage import run_forward
 
     run_forward(job, result, answers)
 
 
 def provenance(job: Job) -> Mapping[str, Any]:
+    """Where everything came from."""
     return {
         "versions": {name: package_version(name) for name in ("torch", "megatron-core", "transformers")},
         "reference": str(job.reference_path),
@@ -240,14 +243,8 @@ def provenance(job: Job) -> Mapping[str, Any]:
 
 
 def package_version(name: str) -> str:
+    """The installed version, or that there is none."""
     try:
         return version(name)
     except PackageNotFoundError:
         return "not installed"
-
-
-def scratch() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="bisect-tool-")
-
-
-__all__ = ["Job", "Site", "climb"]

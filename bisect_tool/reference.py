@@ -14,8 +14,9 @@ of it clean runs use.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,35 @@ def record_reference(
             writer.add(group, {key: everything[key].cpu() for key in keys})
         writer.close(provenance)
     return Recording(out)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A reference that has spoken: the model, its Recording with its noise, and what there is to say about it."""
+
+    reference: Reference
+    recording: Recording
+    notes: tuple[str, ...]
+    folder: tempfile.TemporaryDirectory[str]
+
+
+def recorded_reference(
+    directory: HuggingFaceDirectory, family: Family, layout: CheckpointLayout, dtype: torch.dtype, device: str, batch: Batch
+) -> Recorded:
+    """The reference recorded once a process: like ranks, it is kept for whoever judges several candidates against it."""
+    files = sorted({path for path, _ in directory.files.values()} | {directory.path / "config.json"})
+    stamp = tuple((str(file.resolve()), file.stat().st_mtime_ns, file.stat().st_size) for file in files)
+    key = (stamp, layout, dtype, device, batch.rows)
+    if key not in _RECORDED:
+        _RECORDED.clear()
+        reference, notes = load_reference(directory, family, layout, dtype, device)
+        folder = tempfile.TemporaryDirectory(prefix="bisect-reference-")
+        recording = record_reference(reference, batch, Path(folder.name) / "recording", model=str(directory.path), layout=layout)
+        _RECORDED[key] = Recorded(reference, recording, tuple(notes), folder)
+    return _RECORDED[key]
+
+
+_RECORDED: dict[object, Recorded] = {}
 
 
 def probe_inputs(recording: Recording, dims: Dimensions) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:

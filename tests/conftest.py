@@ -11,7 +11,7 @@ import pytest
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 sys.path.insert(0, str(Path(__file__).parent / "faults"))
 
-from bench import Workshop
+from workshop import Workshop
 
 from bisect_tool.ranks import WORLDS
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from bench import PROMPTS, REFERENCE, ROOT
 from safetensors.torch import load_file, save_file
+from workshop import PROMPTS, REFERENCE, ROOT
 
 from bisect_tool.__main__ import run
 

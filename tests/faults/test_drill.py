@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from bench import Workshop, judge, verdict_of
 from cases import BOTH, CANNOT_EXIST, CLEAN, FORWARD_ONLY, HOME, Case
+from workshop import Workshop, judge, verdict_of
 
 pytestmark = pytest.mark.ranks
 

@@ -14,11 +14,11 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from bench import PROMPTS, REFERENCE, ROOT, Workshop
 from bisect_hooks.family import family_of
 from bisect_hooks.hf import Reference
 from bisect_hooks.parallel import Parallel
 from bisect_hooks.tap import listening
+from workshop import PROMPTS, REFERENCE, ROOT, Workshop
 
 from bisect_tool.__main__ import run
 from bisect_tool.args import plain

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench import REFERENCE, Workshop, verdict_of
 from cases import HOME
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from workshop import REFERENCE, Workshop, verdict_of
 
 from bisect_tool.__main__ import run
 
