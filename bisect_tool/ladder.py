@@ -181,10 +181,12 @@ def inputs_stage(job: Job, result: StageResult, _answers: list[dict[str, str]]) 
     unequal = [i for i, row in enumerate(batch.rows) if fed[i, : len(row)].tolist() != list(row)]
     if job.dims.vocabulary > run.dims.vocabulary:
         raise UsageError(f"the candidate's vocabulary has {run.dims.vocabulary} rows, the reference's {job.dims.vocabulary}")
-    result.compared = {"prompts": len(batch.rows), "tokens": batch.tokens}
+    result.compared = {"tokens": batch.tokens, "ranks": run.parallel.world}
     result.verdict = Verdict.DIFFERS if unequal else Verdict.AGREES
     lengths = sorted(set(batch.lengths))
-    result.notes.append(f"lengths {span(lengths)}; padded to the right, padding is never compared; positions count from 0")
+    result.notes.append(
+        f"{len(batch.rows)} prompts of lengths {span(lengths)}; padded to the right, padding is never compared; positions count from 0"
+    )
 
 
 def config_stage(job: Job, result: StageResult, _answers: list[dict[str, str]]) -> None:
@@ -193,7 +195,7 @@ def config_stage(job: Job, result: StageResult, _answers: list[dict[str, str]]) 
     parallel = job.written_under or Parallel()
     of = "conversion" if job.written_under else "unknown"
     result.faults = job.explained(config_check.findings(mismatches, parallel, of, job.dims.layers))
-    result.compared = {"settings": count}
+    result.notes.append(f"{count} settings compared")
     result.probes = [one.shown for one in mismatches]
     if job.read_by_spec:
         spec = " ".join(map(str, plain(job.candidate.args)["spec"]))

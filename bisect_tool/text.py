@@ -44,7 +44,7 @@ def _stages(page: Mapping[str, Any]) -> list[str]:
     for stage in page["stages"]:
         if stage["verdict"] is None:
             continue
-        counts = ", ".join(f"{count} {what}" for what, count in stage["compared"].items()) or "nothing"
+        counts = ", ".join(f"{count} {what}" for what, count in stage["compared"].items()) or "-"
         lines.append(f"{stage['name']:<9}  {stage['verdict']:<12}  {counts}  {stage['seconds']:.1f} s")
         for probe in stage["probes"]:
             number += 1
