@@ -100,7 +100,7 @@ def open_hf(path: Path) -> HuggingFaceDirectory:
             weight_map = dict(json.loads(index.read_text())["weight_map"].items())
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UsageError(f"{index} is damaged: {first_line(error)}") from error
-        paths = {path / _inside(path, str(name)) for name in weight_map.values()}
+        paths = {path / inside(path, str(name), "the index") for name in weight_map.values()}
     else:
         weight_map, paths = None, set(path.glob("*.safetensors"))
     if not paths:
@@ -121,9 +121,10 @@ def open_hf(path: Path) -> HuggingFaceDirectory:
     return HuggingFaceDirectory(path, config, files)
 
 
-def _inside(root: Path, name: str) -> str:
+def inside(root: Path, name: str, said_by: str) -> str:
+    """A file name that a page of a directory gives, refused (UsageError) when it leads out of that directory."""
     if Path(name).is_absolute() or ".." in Path(name).parts:
-        raise UsageError(f"the index of {root} names {name!r}, a path that leaves the directory; refused")
+        raise UsageError(f"{said_by} of {root} names {name!r}, a path that leaves the directory; refused")
     return name
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import mmap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ import torch
 from bisect_hooks.errors import UsageError
 from bisect_hooks.family import CheckpointLayout
 
+from bisect_tool.hf_directory import inside
 from bisect_tool.pickles import load_pickle, load_torch, tensor_of
 
 NOT_WEIGHTS = ("_extra_state", "rng_state", "common_state")
@@ -167,7 +167,7 @@ def open_torch_dist(path: Path) -> TorchDist:
                 info = where.get((key, tuple(chunk.offsets)))
                 if info is None:
                     raise UsageError(f"{root / '.metadata'}: no file is given for {key} at {tuple(chunk.offsets)}")
-                file = root / _inside(root, str(info.relative_path))
+                file = root / inside(root, str(info.relative_path), "the .metadata")
                 files.add(file)
                 chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), file, int(info.offset), int(info.length)))
             tensors[key] = Stored(key, tuple(entry.size), entry.properties.dtype, tuple(chunks))
@@ -176,15 +176,3 @@ def open_torch_dist(path: Path) -> TorchDist:
             held = sum(chunk.file == file for stored in tensors.values() for chunk in stored.chunks)
             raise UsageError(f"{file} is not there; .metadata keeps {held} chunks in it", hint="was every rank's file copied?")
     return TorchDist(root, tensors, skipped)
-
-
-def _inside(root: Path, name: str) -> str:
-    if Path(name).is_absolute() or ".." in Path(name).parts:
-        raise UsageError(f"the .metadata of {root} names {name!r}, a path that leaves the directory; refused")
-    return name
-
-
-def backend_of(root: Path) -> str:
-    """`sharded_backend` of metadata.json, or ""."""
-    file = root / "metadata.json"
-    return str(json.loads(file.read_text()).get("sharded_backend", "")) if file.is_file() else ""
