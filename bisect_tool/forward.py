@@ -191,6 +191,8 @@ class Bench:
         known = set(self.recording.keys)
         found = []
         for site in sites:
+            if site.module == "lm_head":
+                continue  # nothing follows it
             target = in_place(site, CURED_AT.get(word(site), word(site)))
             keys = [key for key in known if site_name(key) == target and ":rows" not in key and ":logit" not in key]
             if word(site) == "attention.qkv":

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from workshop import REFERENCE, Workshop, verdict_of
+from workshop import REFERENCE, Workshop, judge, verdict_of
 
 from bisect_tool.__main__ import run
 
@@ -74,3 +74,15 @@ def test_a_fault_edited_in_through_the_raw_api_is_the_same_fault(
 def test_rewriting_alone_is_no_fault(workshop: Workshop, tmp_path: Path) -> None:
     same = rewrite(workshop.good("slime", "ep4"), tmp_path / "same", lambda _state: None)
     assert run(["audit", "--reference", str(REFERENCE), "--candidate", str(same), "--out", str(tmp_path / "report")]) == 0
+
+
+def test_a_wrong_head_and_a_wrong_convolution_are_two_faults_by_activations_alone(workshop: Workshop, tmp_path: Path) -> None:
+    def edit(state: State) -> None:
+        state["output_layer.weight"][7] *= 2
+        state["decoder.layers.2.self_attention.linear_attn.conv1d.weight"][3] *= 2
+
+    faulty = rewrite(workshop.good("slime", "one"), tmp_path / "faulty", edit)
+    code, page = judge(faulty, tmp_path / "report", "one", "--stages", "inputs,forward")
+    assert code == 1
+    found = [(fault["class"], fault["module"], fault["parts"], fault["layers"]) for fault in page["faults"]]
+    assert found == [("conversion", "linear_attention", ["conv1d"], [2]), ("conversion", "lm_head", [], [])]
