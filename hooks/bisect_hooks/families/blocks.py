@@ -66,7 +66,7 @@ def linear_attention_rules(n: int, source: str, target: str, dims: Dimensions, l
         ]
     own = f"{target}self_attention."
     fused = ((f"{target}input_layernorm.weight", f"{own}in_proj.layer_norm_weight"),)
-    three = Split((key, key, value))
+    three = Split(sizes=(key, key, value))
     return [
         Rule(Site("input_norm", n), (f"{source}input_layernorm.weight",), (Made(f"{target}input_layernorm.weight"),), aliases=fused),
         rule("in_proj", "in_proj_qkv.weight", [Made(f"{own}in_proj.weight.{part}", sharded) for part in ("query", "key", "value")], three),
@@ -93,7 +93,7 @@ def moe_rules(n: int | None, source: str, target: str, dims: Dimensions, known: 
     if f"{hf}experts.0.gate_proj.weight" in known:
         pairs = tuple(f"{hf}experts.{e}.{name}_proj.weight" for e in range(dims.experts) for name in ("gate", "up"))
         downs = tuple(f"{hf}experts.{e}.down_proj.weight" for e in range(dims.experts))
-        experts = [Rule(site("experts", "fc1"), pairs, (fc1,), Stack(2)), Rule(site("experts", "fc2"), downs, (fc2,), Stack(1))]
+        experts = [Rule(site("experts", "fc1"), pairs, (fc1,), Stack(each=2)), Rule(site("experts", "fc2"), downs, (fc2,), Stack(each=1))]
     else:
         experts = [
             Rule(site("experts", "fc1"), (f"{hf}experts.gate_up_proj",), (fc1,)),
@@ -104,7 +104,7 @@ def moe_rules(n: int | None, source: str, target: str, dims: Dimensions, known: 
         Rule(site("pre_mlp_norm"), (f"{source}post_attention_layernorm.weight",), (Made(f"{target}pre_mlp_layernorm.weight"),)),
         Rule(site("router", "logits"), (f"{hf}gate.weight",), (Made(f"{own}router.weight"),)),
         *experts,
-        Rule(site("shared_expert", "fc1"), shared, (Made(f"{own}shared_experts.linear_fc1.weight", HALVES),), Join((dims.shared, dims.shared))),
+        Rule(site("shared_expert", "fc1"), shared, (Made(f"{own}shared_experts.linear_fc1.weight", HALVES),), Join(sizes=(dims.shared, dims.shared))),
         Rule(site("shared_expert", "fc2"), (f"{hf}shared_expert.down_proj.weight",), (Made(f"{own}shared_experts.linear_fc2.weight", COLUMNS),)),
         Rule(site("shared_expert_gate"), (f"{hf}shared_expert_gate.weight",), (Made(f"{own}shared_experts.gate_weight"),)),
     ]  # fmt: skip
