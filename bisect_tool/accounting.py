@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -46,7 +47,8 @@ def _checkpoint(auditor: Auditor, side: StoredSide, missing: Sequence[str], audi
     for key in extra:
         if key not in renamed.values():
             near = difflib.get_close_matches(key, auditor.row_of, n=1)
-            site = auditor.row_of[near[0]][0].site if near else Site("embedding")
+            mtp = re.match(r"mtp\.layers\.(\d+)\.", key)
+            site = Site("mtp", int(mtp[1]), "layer") if mtp else auditor.row_of[near[0]][0].site if near else Site("embedding")
             audit.findings.append(_extra(auditor, side.checkpoint.tensors[key].on_disk, site))
 
 

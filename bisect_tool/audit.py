@@ -195,7 +195,7 @@ class Auditor:
 
     def settle(self, compared: Compared, audit: Audit) -> bool:
         """Whether an unequal tensor is a rounding that is allowed or minor; adds what has to be said of it."""
-        if compared.bf16:
+        if compared.bf16 or compared.coarse:
             audit.minor.append(self.rounded(compared))
             return True
         if compared.once:
@@ -233,8 +233,10 @@ class Auditor:
     def rounded(self, compared: Compared) -> Finding:
         """Kept in float32 by the family and rounded through bfloat16 by the candidate: minor."""
         rule, made = self.row_of[compared.name]
-        proof = Proof("round the reference through bfloat16, compare every byte", None, 0.0, "unrounded it differs by {before}")
-        found = self.finding(rule.site, made, Relation("rounded", {"through": "bfloat16"}), proof)
+        side = "reference" if compared.bf16 else "candidate"
+        proof = Proof(f"round the {side} through bfloat16, compare every byte", None, 0.0, "unrounded it differs by {before}")
+        detail = {"through": "bfloat16"} | ({} if compared.bf16 else {"side": "reference"})
+        found = self.finding(rule.site, made, Relation("rounded", detail), proof)
         return replace(found, tolerance=FAMILY_ROUNDING, minor=True)
 
     def other_shape(self, name: str) -> Finding:

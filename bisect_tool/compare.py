@@ -25,7 +25,7 @@ class Compared:
 
     equal    every byte, after a widening where the dtypes differ
     once     equal after one rounding to the stored dtype
-    bf16     equal after rounding the reference through bfloat16
+    bf16     equal after rounding the reference through bfloat16 · coarse  or after rounding the candidate so
     unequal  ranges of rows that hold a difference
     places   coordinates of the conversion's layout whose piece is wrong
     sites    where the unequal rows belong (rows of linear_qkv: attention, or its gate)
@@ -37,6 +37,7 @@ class Compared:
     equal: bool = True
     once: bool = True
     bf16: bool = False
+    coarse: bool = False
     unequal: list[tuple[int, int]] = field(default_factory=list)
     places: list[ShardPlace] = field(default_factory=list)
     sites: list[str] = field(default_factory=list)
@@ -80,7 +81,7 @@ def compare(
 
     fp32  the family keeps it in float32, so a rounding through bfloat16 is told apart
     """
-    found = Compared(name, once=expected.dtype != candidate.dtype, bf16=fp32)
+    found = Compared(name, once=expected.dtype != candidate.dtype, bf16=fp32, coarse=fp32)
     count = expected.shape[0] if rows is None else rows
     row = Row(expected, candidate)
     places = pieces_of(cut, (count, *candidate.shape[1:]), parallel)
@@ -97,6 +98,7 @@ def compare(
         found.equal = False
         found.once = found.once and all(same_bytes(want[place].to(part.dtype), part) for place, part in got)
         found.bf16 = found.bf16 and all(_equal(want[place].to(torch.bfloat16), part) for place, part in got)
+        found.coarse = found.coarse and all(_equal(want[place], part.to(torch.bfloat16)) for place, part in got)
         whole = candidate.rows(start, stop)
         cast = want.to(whole.dtype)
         if same_bytes(cast, whole):
@@ -107,7 +109,7 @@ def compare(
         delta, base = _sampled(want, whole)
         squares, norm = squares + delta, norm + base
     found.once = found.once and not found.equal
-    found.bf16 = found.bf16 and not found.equal
+    found.bf16, found.coarse = found.bf16 and not found.equal, found.coarse and not found.equal
     found.unequal = joined(found.unequal)
     found.places.sort()
     found.size = (squares / norm) ** 0.5 if norm else float("inf") if squares else 0.0

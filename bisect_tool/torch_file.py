@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from bisect_hooks.errors import UsageError, first_line
 
-from bisect_tool.pickles import SafeUnpickler
+from bisect_tool.pickles import Inert, SafeUnpickler
 
 Shape = tuple[int, ...]
 STORAGES: dict[str, torch.dtype] = {
@@ -127,6 +127,12 @@ class _Placing(SafeUnpickler):
             return self._tensor
         if module == "torch._utils" and name == "_rebuild_parameter":
             return lambda tensor, *_: tensor
+        if (module, name) == ("torch._tensor", "_rebuild_from_type_v2"):  # a tensor that was given Python attributes
+            return lambda make, _kind, arguments, _state: make(*arguments)
+        if (module, name) == ("torch", "Tensor"):
+            return Inert
+        if (module, name) == ("_codecs", "encode"):  # how pickle writes bytes: the random state of numpy
+            return lambda text, _encoding: str(text).encode("latin1")
         if module in ("torch", "torch.storage") and name.endswith("Storage"):
             if name not in STORAGES:
                 raise UsageError(f"{self.source} keeps a {name}, which is not known", hint=f"known: {', '.join(STORAGES)}")

@@ -47,7 +47,7 @@ class Training:
 
 def looks_trained(compared: Sequence[Compared]) -> Training | None:
     """Whether most tensors differ by a small amount.  Whether it has a structure is for the caller to find out."""
-    moved = [one for one in compared if not (one.equal or one.once or one.bf16)]
+    moved = [one for one in compared if not (one.equal or one.once or one.bf16 or one.coarse)]
     if not moved or len(moved) < MOST * len(compared):
         return None
     median = statistics.median(one.size for one in moved)
