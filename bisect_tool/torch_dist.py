@@ -148,8 +148,7 @@ def _common(root: Path, where: dict[tuple[str, tuple[int, ...]], Any]) -> dict[s
         with file.open("rb") as raw:
             raw.seek(int(entry.offset))
             found = load_torch(io.BytesIO(raw.read(int(entry.length))), str(file))
-    if isinstance(found, list) and len(found) == 1:  # as 0.19 wraps it
-        found = found[0]
+        found = found[0] if isinstance(found, list) and len(found) == 1 else found  # as 0.19 wraps it
     if not isinstance(found, dict):
         raise UsageError(f"{file} holds a {type(found).__name__}, not a table")
     return found
