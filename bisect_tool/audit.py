@@ -45,6 +45,7 @@ class Audit:
     experts: int = 0
     read: int = 0
     holes: int = 0
+    trained: bool = False
 
 
 @dataclass(frozen=True)
