@@ -26,6 +26,7 @@ PARALLEL = ["--cp", "--dispatcher", "--ep", "--etp", "--pp", "--pp-layers", "--s
 # A knob that nobody needed yet is not a flag: growing this list is a decision.
 OFFERED = {
     "audit": ["--candidate", "--out", "--reference", "--strict", *PARALLEL],
+    "config": ["--candidate", "--export", "--launch", "--out", "--reference", "--set", "--strict"],
     "convert": ["--layout", "--mtp", "--no-mtp", "--out", "--reference", *PARALLEL],
     "gate": ["--candidate", "--golden", "--out", *PARALLEL],
     "hash": ["directory"],
