@@ -73,7 +73,8 @@ def judge(family: Family, config: Mapping[str, Any], launch: Launch, checkpoint:
             against = f"; the launch says {short(value)}" if judged else ""
             found.mismatches.append(Mismatch(narrowed(setting, held, dims), held, True, f"the checkpoint's args say so{against}"))
     if launch.unsaid == "reference":
-        found.notes.append(f"what the {launch.kind} does not say, the bridge reads from config.json itself")
+        said = "what it does not say," if found.compared else "it says nothing of the model itself: that"
+        found.notes.append(f"{said} the bridge reads from config.json")
     found.notes += [*inert(launch, dims), *misspelled(launch)]
     _vocabulary(launch, dims, found)
     _mtp(launch, dims, found)
@@ -250,8 +251,6 @@ def inert(launch: Launch, dims: Dimensions) -> list[str]:
         note(f"--moe-token-dispatcher-type {dispatcher}", "dispatchers carry tokens to experts, and each computes the same sum")
     if args.get("moe_shared_expert_overlap"):
         note("--moe-shared-expert-overlap", "the shared expert is computed at another time, not otherwise")
-    if args.get("num_experts") is None and any(dims.moe):
-        note("every --moe-... flag", "without --num-experts there are no experts")
     if args.get("make_vocab_size_divisible_by"):
         note("--make-vocab-size-divisible-by", "it adds rows that no token has")
     if args.get("fp16") and launch.unsaid == "megatron":

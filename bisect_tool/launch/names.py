@@ -41,10 +41,10 @@ def megatron_args(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
         give("swiglu", gated and (function is None or any(word in function for word in SILU)), "gated_linear_unit")
     if config.get("num_query_groups") is not None and config.get("num_attention_heads") is not None:
         give("group_query_attention", config["num_query_groups"] != config["num_attention_heads"], "num_query_groups")
-    precision = next((found for name in ("params_dtype", "dtype") if (found := _named(config.get(name)))), None)
-    if precision:
-        give("bf16", "bfloat16" in precision or precision == "bf16", "params_dtype")
-        give("fp16", (precision.endswith("float16") and "bfloat16" not in precision) or precision == "fp16", "params_dtype")
+    for name in ("params_dtype", "dtype"):
+        if precision := _named(config.get(name)):
+            give("bf16", precision.endswith(("bfloat16", "bf16")), name)
+            give("fp16", precision.endswith(("float16", "fp16")) and not args["bf16"], name)
     return args, origin
 
 

@@ -20,7 +20,7 @@ from bisect_tool.launch.python_lists import Script
 from bisect_tool.launch.shell import Shell
 from bisect_tool.launch.shell_syntax import Reader
 from bisect_tool.launch.shell_words import expand
-from bisect_tool.launch.words import HINT, Where, Word, read_text
+from bisect_tool.launch.words import HINT, Where, Word, read_text, refuse
 
 PROGRAM = re.compile(r"\.py$")
 
@@ -31,7 +31,13 @@ def read_launch(path: Path, given: Mapping[str, str] | None = None) -> Launch:
     given  what the environment would say: variables of a script
     Raises UsageError: naming the line of what is not understood, or that there are no Megatron flags at all.
     """
-    given = given or {}
+    try:
+        return _read(path, given or {})
+    except RecursionError:
+        raise UsageError(f"{path} is nested too deeply to be read", hint=HINT) from None
+
+
+def _read(path: Path, given: Mapping[str, str]) -> Launch:
     text = read_text(path)
     if path.suffix in (".yaml", ".yml"):
         return _run_config(path, text)
@@ -58,6 +64,10 @@ def _bash(path: Path, given: Mapping[str, str]) -> Launch:
         words = _after_ray(command.words)
         launch = _launched(path, "bash script", words)
         return replace(launch, notes=[*notes, *launch.notes])
+    for one in reversed(shell.commands):
+        hidden = next((word for word in one.words if word.unknown and not word.unset and word.text.startswith("${")), None)
+        if hidden is not None and any(PROGRAM.search(word.text) or word.text == "-m" for word in one.words):
+            raise refuse(one.where, f"{hidden.text} may hold the flags, and its value is not known: {hidden.unknown}")
     listed = {name: value for name, value in shell.variables.items() if isinstance(value, list) and (shapes(value) or hydra.shapes(value))}
     if not listed:
         missing = f"; {shell.missing[0]}, which is not there" if shell.missing else ""

@@ -93,9 +93,9 @@ class Shell:
 
     def get(self, name: str) -> Value | None:
         if name == "BASH_SOURCE":
-            return [Word(str(one), Where(one, 1)) for one in reversed(self.files)]
+            return [Word(str(one.absolute()), Where(one, 1)) for one in reversed(self.files)]
         if name == "0":
-            return Word(str(self.script), Where(self.script, 1))
+            return Word(str(self.script.absolute()), Where(self.script, 1))
         if name == "PWD" and self.directory is not None:
             return Word(self.directory, Where(self.script, 1))
         return self.variables.get(name)

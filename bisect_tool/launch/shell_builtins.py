@@ -102,7 +102,7 @@ def _cd(shell: Shell, words: list[Word], _where: Where) -> bool | None:
     if not words or words[0].unknown or words[0].text in ("", "-"):
         shell.directory = None
         return True
-    shell.directory = posixpath.normpath(posixpath.join(shell.directory or str(shell.script.parent), words[0].text))
+    shell.directory = posixpath.normpath(posixpath.join(shell.directory or str(shell.script.absolute().parent), words[0].text))
     return True
 
 

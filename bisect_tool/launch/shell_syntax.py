@@ -29,6 +29,8 @@ from bisect_tool.launch.words import Where
 NAME = re.compile(r"[A-Za-z_]\w*")
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[([^\]\s]*)\])?(\+?=)")
 DECLARES = ("export", "declare", "typeset", "local", "readonly")
+# words that begin or end what is not read, or are not expected where a command begins
+OUT_OF_PLACE = ("select", "coproc", "then", "else", "elif", "fi", "do", "done", "esac", "in")
 DEEPEST = 60
 
 
@@ -275,6 +277,8 @@ class Reader(Lexer):
 
     def simple(self) -> Simple:
         where, start = self.where(), self.at
+        if self.next_word() in OUT_OF_PLACE:
+            raise self.error(f"{self.next_word()} is not read here")
         assigns: list[Assign] = []
         declares: list[Assign] = []
         words: list[Raw] = []
@@ -304,7 +308,7 @@ class Reader(Lexer):
 
         Once one was lost, the command goes on to the next empty line.
         """
-        if not self.text.startswith("\n", self.at):
+        if self.heredocs or not self.text.startswith("\n", self.at):
             return False
         following = self.text[self.at + 1 :].split("\n", 1)[0].strip()
         return bool(following) if joined else bool(re.match(r"--?[A-Za-z]", following))
