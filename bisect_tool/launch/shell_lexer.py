@@ -58,7 +58,7 @@ class Lexer:
             self.blanks()
             if self.text.startswith("\n", self.at):
                 self.newline()
-            elif self.text.startswith(";", self.at) and not self.text.startswith(";;", self.at):
+            elif self.text.startswith(";", self.at) and not self.text.startswith((";;", ";&"), self.at):
                 self.at += 1
             else:
                 return

@@ -99,6 +99,8 @@ class _Expansion:
     scope: Scope
     split: bool
     vanished: bool = False
+    quoting: bool = False
+    made: bool = False
 
     def words(self) -> list[Word]:
         self.fields = [Field()]
@@ -142,6 +144,7 @@ class _Expansion:
 
     def _special(self, lexer: Lexer, text: str, at: int, quoted: bool) -> int:
         """Expands what begins at `at`; returns where it ends."""
+        self.quoting = quoted
         if text.startswith("$'", at) and not quoted:
             end = lexer.quoted(at)
             self._literal(_ansi(text[at + 2 : end - 1]), True)
@@ -171,11 +174,12 @@ class _Expansion:
 
     def _insert(self, value: Value, quoted: bool, shown: str = "") -> None:
         """An expansion's value: a list gives a field an element, text outside quotes is split."""
+        made, self.made = self.made, False
         if isinstance(value, list):
             for number, word in enumerate(value):
                 if number:
                     self.fields.append(Field())
-                self._pieces(word, quoted)
+                self._pieces(word, quoted or made)
             self.vanished |= not value
             return
         self._pieces(replace(value, text=value.text or shown) if value.unknown else value, quoted)
@@ -304,8 +308,15 @@ class _Expansion:
         return other
 
     def _alternative(self, text: str) -> Value:
-        """What stands after `:-`, expanded."""
-        return single(Raw(text, self.where), self.scope)
+        """What stands after `:-`: in quotes one word, in which only double quotes are quotes; else words of its own."""
+        inner = _Expansion(text, self.where, self.scope, self.split)
+        if not self.quoting:
+            found = inner.words()
+            self.made = self.split
+            return found if self.split else joined(found, " ", self.where)
+        inner.fields = [Field()]
+        inner._scan(re.sub(r'(?<!\\)"', "", text), quoted=True)
+        return joined([inner._finished(one) for one in inner.fields], " ", self.where)
 
     def _edited(self, value: Word, rest: str) -> Word:
         text = known([value])[0]
