@@ -100,7 +100,7 @@ def _words(
         result.skipped += judged.skipped
     layout = layout or launch_check.layout_of(launch.args, launch.spec)
     of = "conversion" if launch.converts or not launch.said else "run"
-    fitted = fit(launch.args, dims, layout, of)  # by the sizes of config.json: one that is wrong is a finding of its own
+    fitted = fit(launch.args, dims, layout)  # by the sizes of config.json: one that is wrong is a finding of its own
     result.notes += [*fitted.notes, *launch.notes]
     if launch.converts and fitted.parallel.ep > 1:
         result.notes.append(

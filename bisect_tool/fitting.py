@@ -5,6 +5,7 @@ A size that does not divide is a fault of the layout: the same model on one rank
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,7 +31,7 @@ class Fit:
     notes: list[str] = field(default_factory=list)
 
 
-def fit(args: Mapping[str, Any], dims: Dimensions, layout: CheckpointLayout, of: str) -> Fit:
+def fit(args: Mapping[str, Any], dims: Dimensions, layout: CheckpointLayout) -> Fit:
     """The layout that args ask for.  Sizes that are not given are 1, expert tensor parallel that of tensor parallel."""
     if not any(args.get(name) for name in SIZES.values()):
         return Fit()
@@ -38,16 +39,19 @@ def fit(args: Mapping[str, Any], dims: Dimensions, layout: CheckpointLayout, of:
     sizes = {axis: int(args.get(name) or 1) for axis, name in SIZES.items()} | {
         "etp": int(args.get(SIZES["etp"]) or args.get(SIZES["tp"]) or 1)
     }
+    uneven: dict[str, list[tuple[str, int, tuple[Site, ...]]]] = {}
     for what, count, axis, sites in _counts(dims, layout):
         if count and count % sizes[axis] and not (what == "KV heads" and sizes[axis] % count == 0):
-            found.findings += _findings(what, count, axis, sizes[axis], sites, of)
+            uneven.setdefault(axis, []).append((what, count, sites))
+    for axis, counts in uneven.items():
+        found.findings += _findings(counts, axis, sizes[axis])
     try:
         found.parallel = _laid_out(args, dims)
     except UsageError as error:
         sites = tuple(Site("input_norm", n) for n in range(dims.layers))
-        found.findings += _findings("layers", dims.layers, "pp", sizes["pp"], sites, of, error.message)
+        found.findings += _findings([("layers", dims.layers, sites)], "pp", sizes["pp"], error.message)
     found.notes += _notes(sizes, dims, found.parallel, args)
-    _world(args, sizes, found, of)
+    _world(args, sizes, found)
     return found
 
 
@@ -72,16 +76,26 @@ def _counts(dims: Dimensions, layout: CheckpointLayout) -> list[tuple[str, int, 
     ]
 
 
-def _findings(what: str, count: int, axis: str, size: int, sites: tuple[Site, ...], of: str, why: str = "") -> list[Finding]:
-    flag = FLAGS[axis]
-    relation = Relation("config", {"flag": flag, "value": size, "expected": f"a divisor of {count} {what}"})
-    text = f"Parallel fault: {why or f'{count} {what} do not divide by {flag} {size}'}; Megatron refuses such a layout, or cuts it wrongly."
-    proof = Proof(f"give {flag} a divisor of {count}", None, None, "the same model on one rank")
-    divisors = [n for n in range(1, count + 1) if count % n == 0]
-    near = min(divisors, key=lambda n: abs(n - size))
-    do = f"Give {flag} {near}, or another divisor of {count}."
+def _findings(counts: Sequence[tuple[str, int, tuple[Site, ...]]], axis: str, size: int, why: str = "") -> list[Finding]:
+    """One fault a flag: everything that its size does not divide."""
+    flag, named = FLAGS[axis], " and ".join(f"{count} {what}" for what, count, _ in counts)
+    relation = Relation("config", {"flag": flag, "value": size, "expected": f"a divisor of {named}"})
+    text = f"Parallel fault: {why or f'{named} do not divide by {flag} {size}'}; Megatron refuses such a layout, or cuts it wrongly."
+    common = math.gcd(*(count for _, count, _ in counts))
+    near = min((n for n in range(1, common + 1) if common % n == 0), key=lambda n: abs(n - size))
+    proof = Proof(f"give {flag} a divisor of {common}", None, None, "the same model on one rank")
+    do = f"Give {flag} {near}, or another divisor of {common}."
     return [
-        Finding("parallel", site, shard_of(site, Parallel(), "unknown", count), relation=relation, proof=proof, explanation=text, next=do)
+        Finding(
+            "parallel",
+            site,
+            shard_of(site, Parallel(), "unknown", site.layer + 1 if site.layer is not None else 1),
+            relation=relation,
+            proof=proof,
+            explanation=text,
+            next=do,
+        )
+        for _, _, sites in counts
         for site in sites
     ]
 
@@ -153,7 +167,7 @@ def _stages(dims: Dimensions, parallel: Parallel) -> list[str]:
     return [text]
 
 
-def _world(args: Mapping[str, Any], sizes: Mapping[str, int], found: Fit, of: str) -> None:
+def _world(args: Mapping[str, Any], sizes: Mapping[str, int], found: Fit) -> None:
     """The ranks that the launch starts, where it says how many."""
     nodes, each = args.get("actor_num_nodes"), args.get("actor_num_gpus_per_node")
     if not nodes or not each:
