@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bisect_hooks.errors import UsageError
+from bisect_hooks.families.args import Args
 from bisect_hooks.family import CheckpointLayout, Dimensions
 from bisect_hooks.parallel import Parallel
 from bisect_hooks.site import Site
@@ -36,9 +37,12 @@ def fit(args: Mapping[str, Any], dims: Dimensions, layout: CheckpointLayout) -> 
     if not any(args.get(name) for name in SIZES.values()):
         return Fit()
     found = Fit()
-    sizes = {axis: int(args.get(name) or 1) for axis, name in SIZES.items()} | {
-        "etp": int(args.get(SIZES["etp"]) or args.get(SIZES["tp"]) or 1)
-    }
+    read = Args({name: value or None for name, value in args.items()})
+    sizes = {axis: read.number(name, 1) for axis, name in SIZES.items()}
+    sizes["etp"] = read.number(SIZES["etp"], sizes["tp"])
+    small = next((axis for axis, size in sizes.items() if size < 1), None)
+    if small is not None:
+        raise UsageError(f"{FLAGS[small]} is {sizes[small]}: a size is at least 1")
     uneven: dict[str, list[tuple[str, int, tuple[Site, ...]]]] = {}
     for what, count, axis, sites in _counts(dims, layout):
         if count and count % sizes[axis] and not (what == "KV heads" and sizes[axis] % count == 0):

@@ -133,9 +133,7 @@ def _absent(names: Names, rules: Sequence[Rule], dims: Dimensions, found: Served
             continue
         listed = sorted({files[name] for name in lacking if name in files})
         why = f"the index lists {', '.join(listed)}, which is not there" if listed else "no file holds it"
-        said = (
-            f"Conversion fault: {lacking[0]}{f' and {len(lacking) - 1} more' if len(lacking) > 1 else ''} is missing in the export ({why})"
-        )
+        said = f"Conversion fault: {lacking[0]}{f' and {len(lacking) - 1} more are' if len(lacking) > 1 else ' is'} missing in the export ({why})"
         do = f"Copy {', '.join(listed)}" if listed else "Export again with this tensor"
         found.findings.append(
             Finding(
@@ -167,7 +165,7 @@ def _twice(names: Names, dims: Dimensions, found: Served) -> None:
             Finding(
                 "conversion", site, _shard(site, dims), ((fused,), (single,)), relation=Relation("extra", {"name": "experts.gate_up_proj"}),
                 proof=Proof("names alone: both forms are there", None, None, "the other modules are there once"),
-                explanation=f"Conversion fault in layers {span(twice)}: the experts are in the export twice, fused and one by one; an engine takes either, "
+                explanation=f"Conversion fault in layer{'s' * (len(twice) > 1)} {span(twice)}: the experts are in the export twice, fused and one by one; an engine takes either, "
                 "and the fused ones are usually the base model's (slime#1904).",
                 next="Export again without adding the origin's fused tensors.", between=BETWEEN,
             )
@@ -250,7 +248,8 @@ def _tied(config: Mapping[str, Any], path: Path, names: Names, dims: Dimensions,
         )
     head = next((name for name in names.files if canonical(name) == "lm_head.weight"), None)
     embedding = next((name for name in names.files if canonical(name) == "model.embed_tokens.weight"), None)
-    if not dims.tied or head is None or embedding is None:
+    said = any(one.relation and one.relation.detail.get("flag") == "--untie-embeddings-and-output-weights" for one in found.findings)
+    if not dims.tied or head is None or embedding is None or said:
         return
     if torch.equal(_rows(names.files[head], head), _rows(names.files[embedding], embedding)):
         found.notes.append(

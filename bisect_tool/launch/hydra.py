@@ -52,8 +52,8 @@ def read_overrides(words: Sequence[Word]) -> tuple[dict[str, Any], dict[str, Whe
             config.pop(name, None)
             continue
         config[name], where[name] = _value(found[3], word), word.where
-    args, origin = megatron_args(config)
-    return args, {arg: where[name] for arg, name in origin.items()}, others
+    args, said = megatron_args(config, where)
+    return args, said, others
 
 
 def _value(text: str, word: Word) -> Any:
@@ -61,11 +61,4 @@ def _value(text: str, word: Word) -> Any:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
         raise refuse(word.where, f"{word.text} has a value that is not YAML") from None
-    return _number(value)
-
-
-def _number(value: Any) -> Any:
-    """YAML takes 1e-6 for a text; Hydra for a number."""
-    if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
-        return float(value)
     return value

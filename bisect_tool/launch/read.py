@@ -172,7 +172,7 @@ def _run_config(path: Path, text: str) -> Launch:
 
 
 def _configured(path: Path, kind: str, config: Mapping[str, Any], lines: Mapping[str, int]) -> Launch:
-    args, origin = megatron_args({str(name): value for name, value in config.items()})
-    said = {arg: Where(path, lines.get(name, 1), name) for arg, name in origin.items()}
+    named = {str(name): value for name, value in config.items()}
+    args, said = megatron_args(named, {name: Where(path, lines.get(name, 1), name) for name in named})
     given = {arg: value for arg, value in args.items() if value is not None}
     return Launch(path, kind, given, said, unsaid="reference", program=str(config.get("_target_") or ""))
