@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,8 +27,14 @@ class Mismatch:
     @property
     def shown(self) -> str:
         source = f" ({self.source})" if self.source else "" if self.given else ", Megatron's default: the flag is not given"
-        value, expected = short(self.value), short(self.setting.expected)
+        value, expected = self.said(self.value), self.said(self.setting.expected)
         return f"{self.setting.flag} is {value}{source}; config.json asks for {expected}: {self.setting.effect} ({self.reach})"
+
+    def said(self, value: Any) -> str:
+        """A value of the setting as a person says it of the flag: `--disable-bias-linear` is on where its arg is False."""
+        if isinstance(value, bool):
+            return "on" if value != self.setting.flag.startswith(("--disable-", "--no-")) else "off"
+        return "none" if value is None else short(value)
 
     @property
     def reach(self) -> str:
@@ -41,7 +48,7 @@ class Mismatch:
 def short(value: Any) -> str:
     """A value for a line of text; a long pattern as its runs, `[0]*3+[1]*57`."""
     if not isinstance(value, list) or len(value) < 9:
-        return repr(value)
+        return str(value)
     runs = [(one, len(list(many))) for one, many in itertools.groupby(value)]
     return (
         "+".join(f"[{one}]*{count}" for one, count in runs)
@@ -100,10 +107,9 @@ def config_relation(one: Mismatch) -> Relation:
 
 def explanation(one: Mismatch) -> tuple[str, str]:
     """(what is wrong, what to do next)."""
-    said = "is off" if one.value is False else f"is {short(one.value)}"
     source = one.source or ("the checkpoint's args say so" if one.given else "nobody gave it, so Megatron's default holds")
-    expected = "none" if one.setting.expected is None else short(one.setting.expected)
-    text = f"Model-definition fault: {one.setting.flag} {said} ({source}), config.json asks for {expected}; {one.setting.effect} ({one.reach})."
-    value = "" if one.setting.expected is True else f" {expected}"
-    do = f"Give {one.setting.flag}{value}." if one.setting.expected not in (False, None) else f"Drop {one.setting.flag}."
-    return text, do
+    said, expected = one.said(one.value), one.said(one.setting.expected)
+    text = f"Model-definition fault: {one.setting.flag} is {said} ({source}), config.json asks for {expected}; {one.setting.effect} ({one.reach})."
+    if expected in ("off", "none"):
+        return text, f"Drop {one.setting.flag}."
+    return text, f"Give {one.setting.flag}{'' if expected == 'on' else f' {shlex.quote(expected)}'}."

@@ -239,6 +239,10 @@ def inert(launch: Launch, dims: Dimensions) -> list[str]:
             "--use-gated-attention",
             "--attention-output-gate does the work, and slime 0.2.4 only declares this older name (older patches rename linear_qkv by it, slime#1575)",
         )
+    elif args.get("use_gated_attention") and dims.output_gate and launch.unsaid == "megatron":
+        notes.append(
+            f"--use-gated-attention ({launch.said['use_gated_attention']}) is an older name of --attention-output-gate, which is not given: slime 0.2.4 only declares it"
+        )
     if args.get("moe_token_drop_policy") and args.get("moe_expert_capacity_factor") is None:
         note(f"--moe-token-drop-policy {args['moe_token_drop_policy']}", "no --moe-expert-capacity-factor is given: nothing is dropped")
     if args.get("ffn_hidden_size") is not None and any(dims.moe) and all(dims.moe):
@@ -258,7 +262,7 @@ def inert(launch: Launch, dims: Dimensions) -> list[str]:
     trains = launch.whole and "train" in launch.program and launch.unsaid == "megatron"
     for arg in ("attention_dropout", "hidden_dropout"):
         if args.get(arg) or (trains and arg not in args):
-            value = args.get(arg, "0.1, Megatron's default,")
+            value = args.get(arg, "0.1 (Megatron's default)")
             note(f"--{arg.replace('_', '-')} {value}", "it acts in training steps only; log-probs taken in training mode are then noisy")
     return notes
 

@@ -154,6 +154,28 @@ def test_a_size_that_does_not_divide_is_a_fault_of_the_layout(
     assert (fault["relation"]["detail"]["flag"], fault["relation"]["detail"]["value"]) == (flag, value)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "said", "do"),
+    [
+        ("--disable-bias-linear", "", "--disable-bias-linear is off", "Give --disable-bias-linear."),
+        ("--swiglu", "--swiglu --moe-router-pre-softmax", "--moe-router-pre-softmax is on", "Drop --moe-router-pre-softmax."),
+        ("--normalization RMSNorm", "", "--normalization is LayerNorm", "Give --normalization RMSNorm."),
+        ("FIRST_K_DENSE_REPLACE=0", "FIRST_K_DENSE_REPLACE=1", "--moe-layer-freq is [0]*1+[1]*59", "Give --moe-layer-freq '[1]*60'."),
+        (
+            "--swiglu",
+            "--swiglu --moe-expert-capacity-factor 1.0",
+            "--moe-expert-capacity-factor is 1.0",
+            "Drop --moe-expert-capacity-factor.",
+        ),
+    ],
+)
+def test_what_is_said_and_what_to_do(old: str, new: str, said: str, do: str, tmp_path: Path) -> None:
+    script = tmp_path / "model.sh"
+    script.write_text(SEED.read_text().replace(old + "\n", new + "\n"))
+    (fault,) = launched(script, tmp_path, code=1)["faults"]
+    assert said in fault["explanation"] and fault["next"] == do
+
+
 def test_two_wrong_flags_are_two_faults(tmp_path: Path) -> None:
     script = tmp_path / "model.sh"
     script.write_text(
@@ -161,6 +183,22 @@ def test_two_wrong_flags_are_two_faults(tmp_path: Path) -> None:
     )
     page = launched(script, tmp_path, code=1)
     assert [fault["relation"]["detail"]["flag"] for fault in page["faults"]] == ["--num-experts", "--moe-ffn-hidden-size"]
+
+
+def test_the_globbing_trap_is_said_where_it_sprang(tmp_path: Path) -> None:
+    script = tmp_path / "model.sh"
+    script.write_text(SEED.read_text().replace('"$MOE_LAYER_FREQ"', "[1, 1]"))
+    notes = config_of(launched(script, tmp_path, code=1))["notes"]
+    assert any("model.sh:45: --moe-layer-freq [1, is no pattern" in note and "slime#1689" in note for note in notes)
+
+
+def test_the_older_name_of_the_gate_alone_is_said(tmp_path: Path) -> None:
+    script = tmp_path / "model.sh"
+    script.write_text(SEED.read_text().replace("--attention-output-gate\n", "\n"))
+    notes = config_of(launched(script, tmp_path, code=1))["notes"]
+    assert any(
+        "--use-gated-attention (model.sh:27) is an older name of --attention-output-gate, which is not given" in note for note in notes
+    )
 
 
 def test_a_checkpoint_that_says_otherwise_is_a_fault(tmp_path: Path, workshop_args: Any) -> None:

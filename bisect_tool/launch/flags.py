@@ -170,7 +170,11 @@ class CommandLine:
         value: Any = {ON: True, OFF: False, WORDS: texts}.get(flag.read) if isinstance(flag.read, str) else None
         if not isinstance(flag.read, str):
             value = self._value(name, flag.read, texts, word)
-        if any(one.bare for one in values) and flag.read is pattern:
+        if flag.read is pattern and isinstance(value, str):
+            self.notes.append(
+                f"{values[0].where}: {name} {value} is no pattern; bash cuts a list that is not quoted at its blanks (slime#1689). Quote it"
+            )
+        elif any(one.bare for one in values) and flag.read is pattern:
             self.notes.append(
                 f"{values[0].where}: {name} {_short(texts[0])} is not quoted, and bash reads it as a file pattern: a file called "
                 f"1 or 0 in the working directory would take its place (slime#1689); here it is judged as written. Quote it"
