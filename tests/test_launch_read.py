@@ -78,6 +78,17 @@ def written(tmp_path: Path, name: str, text: str) -> Path:
     return file
 
 
+def test_commands_in_other_shells_and_pipes_are_found(tmp_path: Path) -> None:
+    for line in (
+        'docker exec box bash -c "cd /x && torchrun train.py --num-layers 4 --swiglu"',
+        "nohup torchrun train.py --num-layers 4 --swiglu 2>&1 | tee log &",
+        'CMD="torchrun train.py --num-layers 4"\neval $CMD --swiglu',
+        'go() { python3 train.py --num-layers $1 "${@:2}" || exit 1; }\ngo 4 --swiglu',
+        "if ! command -v ray &>/dev/null; then exit 1; fi\nexec python3 -m train --num-layers $((2 * 2)) $([[ a == a ]] && echo --swiglu)",
+    ):
+        assert read_launch(written(tmp_path, "run.sh", line)).args == {"num_layers": 4, "swiglu": True}, line
+
+
 def test_the_last_of_several_commands_is_read_and_said(tmp_path: Path) -> None:
     launch = read_launch(written(tmp_path, "run.sh", "python3 convert.py --num-layers 4\npython3 train.py --num-layers 8\n"))
     assert launch.args == {"num_layers": 8} and "2 commands carry Megatron flags" in launch.notes[0]
@@ -131,6 +142,9 @@ REFUSED = {
     "flags of a substitution": ("run.sh", "python3 train.py --num-layers 4 --swiglu \\\n  $(touch {mark}; cat flags)\n", r"run\.sh:2: .* may hold flags"),
     "a missing source": ("run.sh", "source models/gone.sh\npython3 train.py --num-layers 4 --swiglu ${MODEL_ARGS[@]}\n", r"run\.sh:2: .*run\.sh:1 sources models/gone\.sh, which is not there"),
     "only a missing source": ("run.sh", "source models/gone.sh\nsleep 1\n", r"no command line.*run\.sh:1 sources models/gone\.sh, which is not there"),
+    "a list that depends on an argument": (
+        "run.sh", 'A=(--num-layers 4)\nif [[ "$1" == big ]]; then A+=(--hidden-size 8); fi\n', r"run\.sh:2: the list A is not known: A depends on a condition on line 2",
+    ),
     "no flags": ("run.sh", "echo hello\n", "no command line and no list in it has a Megatron flag"),
     "no flags in a list": ("flags.txt", "--lr 1e-6\n", "none of its 2 words is a Megatron flag"),
     "no flags in Python": ("run.py", "import os\nos.system('touch {mark}')\n", "no list in it has a Megatron flag"),

@@ -51,6 +51,7 @@ IDIOMS: dict[str, tuple[str, list[str]]] = {
     "here-documents": ("cat <<EOF > /dev/null\n--num-layers 7\nOUT=(no)\nEOF\ncat <<-'X' > /dev/null\n\t) done\n\tX\nOUT=(yes)", ["yes"]),
     "eval": ("X=a\neval \"OUT=($X b)\"", ["a", "b"]),
     "arguments": ('set -- a "b c" d\nshift\nOUT=("$@" $# $1)', ["b c", "d", "2", "b", "c"]),
+    "slices of arguments": ('f() { OUT=("${@:2}" "${@:1:1}"); }\nf a "b c" d', ["b c", "d", "a"]),
     "escapes in quotes": (r'''OUT=("a\"b" "c\\d" "e\$f" "g\h" 'i\j')''', ['a"b', r"c\d", "e$f", r"g\h", r"i\j"]),
     "elements": ("A=(1 2 3)\nA[1]=x\nA[3]=y\nOUT=(${A[@]} ${A[-1]})", ["1", "x", "3", "y", "y"]),
     "declared": ("declare -a A=(1 2)\nexport B=3\nreadonly C=\"4 5\"\nOUT=(${A[@]} $B \"$C\")", ["1", "2", "3", "4 5"]),

@@ -68,6 +68,9 @@ def _bash(path: Path, given: Mapping[str, str]) -> Launch:
         hidden = next((word for word in one.words if word.unknown and not word.unset and word.text.startswith("${")), None)
         if hidden is not None and any(PROGRAM.search(word.text) or word.text == "-m" for word in one.words):
             raise refuse(one.where, f"{hidden.text} may hold the flags, and its value is not known: {hidden.unknown}")
+    for name, held in shell.variables.items():
+        if isinstance(held, Word) and held.unknown and held.text == f"${{{name}[@]}}":
+            raise refuse(held.where, f"the list {name} is not known: {held.unknown}")
     listed = {name: value for name, value in shell.variables.items() if isinstance(value, list) and (shapes(value) or hydra.shapes(value))}
     if not listed:
         missing = f"; {shell.missing[0]}, which is not there" if shell.missing else ""

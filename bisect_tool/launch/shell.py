@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -155,24 +155,24 @@ class Shell:
             files=list(self.files),
         )
 
-    def adopt(self, others: list[Shell], why: str) -> None:
+    def adopt(self, others: list[Shell], where: Where, why: str) -> None:
         """Goes on from several states, one of which is the true one: what differs is unknown."""
         first = others[0]
         names = dict.fromkeys(name for one in others for name in one.variables)
         values: dict[str, Value] = {}
         for name in names:
             held = [one.variables.get(name) for one in others]
-            same = all(_plain(one) == _plain(held[0]) for one in held)
-            known_value = held[0]
-            values[name] = (
-                known_value if same and known_value is not None else Word(f"${{{name}}}", Where(self.script, 1), f"{name} depends on {why}")
-            )
+            if all(_plain(one) == _plain(held[0]) for one in held) and held[0] is not None:
+                values[name] = held[0]
+                continue
+            many = "[@]" if any(isinstance(one, list) for one in held) else ""
+            values[name] = Word(f"${{{name}{many}}}", where, f"{name} depends on {why}")
         self.variables, self.functions = values, first.functions
         self.missing = list(dict.fromkeys(line for one in others for line in one.missing))
         self.directory = first.directory if all(one.directory == first.directory for one in others) else None
         self.steps = max(one.steps for one in others)
 
-    def branches(self, bodies: list[Body], why: str) -> None:
+    def branches(self, bodies: list[Body], where: Where, why: str) -> None:
         """Follows every body from here; those that leave the script are no way on."""
         if self.output is not None:
             raise Undecided(f"it depends on {why}")
@@ -187,7 +187,7 @@ class Shell:
             self.steps = max(self.steps, one.steps)
         if not ends:
             raise left
-        self.adopt(ends, why)
+        self.adopt(ends, where, why)
 
     def apart(self, body: Body) -> bool | None:
         """Follows commands whose changes nobody sees: a subshell, the parts of a pipeline."""
@@ -262,7 +262,7 @@ class Shell:
         status = self.follow(node.first)
         for operator, following in node.rest:
             if status is None:
-                self.branches([(), (following,)], f"the command on line {node.where.line}")
+                self.branches([(), (following,)], node.where, f"the command on line {node.where.line}")
             elif status == (operator == "&&"):
                 status = self.follow(following)
         return status
@@ -292,14 +292,15 @@ class Shell:
             if not possible:
                 return self.all(node.otherwise)
             possible.append(node.otherwise)
-        self.branches(possible, f"a condition on line {node.where.line} that only a running shell knows")
+        self.branches(possible, node.where, f"a condition on line {node.where.line} that only a running shell knows")
         return None
 
     def case(self, node: Case) -> bool | None:
         word = single(node.word, self)
         patterns = [[single(pattern, self) for pattern in items] for items, _ in node.items]
         if word.unknown or any(one.unknown for items in patterns for one in items):
-            self.branches([*(body for _, body in node.items), ()], f"the case on line {node.where.line} ({word.unknown or 'its patterns'})")
+            why = f"the case on line {node.where.line} ({word.unknown or 'its patterns'})"
+            self.branches([*(body for _, body in node.items), ()], node.where, why)
             return None
         for items, (_, body) in zip(patterns, node.items, strict=True):
             if any(fnmatch.fnmatchcase(word.text, one.text) for one in items):
@@ -310,7 +311,7 @@ class Shell:
         why = f"the loop on line {node.where.line}"
         for status in self._rounds(node):
             if status is None:
-                self.branches([(), node.body], why)
+                self.branches([(), node.body], node.where, why)
                 return None
             try:
                 self.all(node.body)
@@ -377,6 +378,11 @@ class Shell:
                 return None
         if self.output is not None:
             raise Undecided(f"{name} is not run")
+        script = _inner_script(words)
+        if script is not None:  # bash -c "...": another shell follows the same text, and its variables stay there
+            with suppress(Leave):
+                self.copy().read(script, node.where.file, node.where.line)
+            return None
         self.commands.append(Command(tuple(words), node.where))
         return None
 
@@ -391,6 +397,14 @@ class Shell:
                 return None
             finally:
                 self.arguments = outside
+
+
+def _inner_script(words: list[Word]) -> str | None:
+    """The text that `bash -c` is given, wherever in a command it stands."""
+    for shell, option, script in zip(words, words[1:], words[2:], strict=False):
+        if shell.text.rpartition("/")[2] in ("bash", "sh") and option.text in ("-c", "-lc", "-xc", "-ec") and not script.unknown:
+            return script.text
+    return None
 
 
 def _plain(value: Value | None) -> object:

@@ -286,7 +286,8 @@ class _Expansion:
             raise Undecided(self.scope.why_unset(name))
         if isinstance(value, list):
             if part := re.fullmatch(r":(\d+)(?::(\d+))?", rest):
-                offset = int(part[1])
+                # the arguments of a script count from 1; what is before them is the script itself
+                offset = max(int(part[1]) - (name in ("@", "*")), 0)
                 return value[offset : offset + int(part[2])] if part[2] else value[offset:]
             return [self._edited(word, rest) for word in value]
         return self._edited(value, rest)
