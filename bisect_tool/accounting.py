@@ -54,9 +54,10 @@ def _checkpoint(auditor: Auditor, side: StoredSide, missing: Sequence[str], audi
 
 def _names_only(auditor: Auditor, name: str, disk: str) -> Finding:
     rule, made = auditor.row_of[name]
-    tail = disk.rsplit(".", 2)[-2] if disk.count(".") > 1 else disk
+    words = zip(name.split("."), disk.split("."), strict=False)
+    word = next((found for wanted, found in words if wanted != found and not found.isdigit()), disk)
     proof = Proof(f"read it as {name}: every byte is equal", None, 0.0, "no other tensor of the candidate equals it")
-    found = auditor.finding(rule.site, made, Relation("names-only", {"name": tail, "as": name}, rule=tail), proof)
+    found = auditor.finding(rule.site, made, Relation("names-only", {"name": word, "as": name}, rule=word), proof)
     return _named(found, (disk,))
 
 

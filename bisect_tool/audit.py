@@ -12,9 +12,9 @@ from typing import Any
 from bisect_hooks.family import Dimensions, Family, Setting
 from bisect_hooks.parallel import Parallel
 from bisect_hooks.site import Site, parse_site
-from bisect_hooks.table import Cut, Made, Rule
+from bisect_hooks.table import Cut, GroupHeads, Made, Rule
 
-from bisect_tool.compare import Compared, Row, compare
+from bisect_tool.compare import Compared, Row, compare, same_bytes
 from bisect_tool.faults import Finding, Proof, Relation
 from bisect_tool.index import Index
 from bisect_tool.judge import EXACT, Tolerance
@@ -166,6 +166,10 @@ class Auditor:
                 return None
             pairs.append((self.expected(name).rows(0, candidate.shape[0]).to(candidate.dtype), candidate.rows(0, candidate.shape[0])))
         found = even_cut(pairs, self.ways)
+        if found is None:  # some of the parts, packed by themselves: b and a
+            wrong = [i for i, (want, got) in enumerate(pairs) if not same_bytes(want.contiguous(), got.contiguous())]
+            pairs = pairs[wrong[0] : wrong[-1] + 1]
+            found = even_cut(pairs, self.ways) if len(pairs) > 1 else None
         if found is None:
             return None
         how, size = found
@@ -175,7 +179,8 @@ class Auditor:
             f"{done} {size} tensor parallel ranks, compare every byte", None, 0.0,
             f"over {2 * size} ranks it {'fits too' if twice else 'does not fit'}; part by part it differs by {{before}}",
         )  # fmt: skip
-        return Relation("even-cut", {"parts": len(names), "size": size} | ({"how": how} if how == "joined" else {})), proof
+        detail = {"parts": len(pairs), "size": size} | ({"how": how} if how == "joined" else {})
+        return Relation("even-cut", detail, rule=f"{how} {size}"), proof
 
     # -- findings -------------------------------------------------------------------------------------------------------------
 
@@ -264,7 +269,10 @@ class Auditor:
                 )
         cls = "model-definition" if rule.site.module in self.off else "conversion"
         proof = Proof("compare shapes", None, None, "no element can be compared")
-        return self.finding(rule.site, made, Relation("unknown", {"expected": list(want), "stored": list(got)}), proof, cls=cls)
+        detail: dict[str, Any] = {"expected": list(want), "stored": list(got)}
+        if isinstance(rule.op, GroupHeads) and want[1:] == got[1:] and got[0] * rule.op.width % want[0] == 0:
+            detail["head_width"] = got[0] * rule.op.width // want[0]
+        return self.finding(rule.site, made, Relation("unknown", detail), proof, cls=cls)
 
     def loud_padding(self, name: str) -> Finding | None:
         """Padding rows of the output layer that can win the argmax: larger than any real row by far."""

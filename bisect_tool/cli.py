@@ -192,6 +192,26 @@ def audit_command(reference: Path, candidate: Path | None, parallel: Parallel | 
     return _judge(found, out) if found is not None else 0
 
 
+@cli.command("config")
+@click.option("--reference", type=DIRECTORY, required=True, help="Hugging Face directory; it may hold only config.json.")
+@click.option("--launch", type=DIRECTORY, help="Launch script, file of flags, or run_config.yaml: read, never executed.")
+@click.option("--candidate", type=DIRECTORY, help="Checkpoint whose args are compared too.")
+@click.option("--export", type=DIRECTORY, help="Exported Hugging Face directory, as vLLM and SGLang would read it.")
+@click.option("--set", "given", multiple=True, metavar="NAME=VALUE", help="A variable that the environment gives the launch script.")
+@click.option("--strict", is_flag=True, help="Minor findings count as faults.")
+@out_option
+def config_command(reference: Path, out: Path, given: tuple[str, ...], **evidence: Any) -> int:
+    """The config stage alone: launch flags against config.json.  Builds nothing and asks for nothing."""
+    unnamed = [one for one in given if "=" not in one]
+    if unnamed:
+        raise UsageError(f"--set {unnamed[0]}: give NAME=VALUE")
+    _start(out)
+    from bisect_tool import config_stage
+
+    values = dict(one.split("=", 1) for one in given)
+    return _judge(config_stage.run_config(config_stage.Evidence(reference, given=values, command=_command(), **evidence)), out)
+
+
 @cli.command()
 @click.option("--reference", type=DIRECTORY, required=True, help="Hugging Face directory.")
 @click.option("--out", type=DIRECTORY, required=True, help="Where the checkpoint goes (empty or new).")

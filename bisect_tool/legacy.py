@@ -240,7 +240,9 @@ class _Ranks:
             return True
         if not name.startswith(("embedding.", "output_layer.")):
             return False
-        first = next((held.get(EMBEDDING) for other, chunks in self.ranks.items() if other[:2] == (rank[0], 0) for held in chunks.values()), None)
+        first = next(
+            (held.get(EMBEDDING) for other, chunks in self.ranks.items() if other[:2] == (rank[0], 0) for held in chunks.values()), None
+        )
         here = self.ranks[rank][chunk][name]
         return first is not None and same_tensor(_bare(name, here), _bare(name, first))
 
