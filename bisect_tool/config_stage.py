@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bisect_hooks.errors import UsageError
-from bisect_hooks.family import Dimensions, Family, family_of
+from bisect_hooks.family import CheckpointLayout, Dimensions, Family, family_of
 
 from bisect_tool import config_check, launch_check, serving
 from bisect_tool.args import plain
@@ -39,22 +39,13 @@ def run_config(evidence: Evidence) -> Report:
     if not (evidence.launch or evidence.candidate or evidence.export):
         raise UsageError("nothing to compare with config.json", hint="give --launch SCRIPT, --candidate DIR or --export DIR")
     config = read_config(evidence.reference)
-    family = family_of(config)
     result = StageResult("config")
-    said: dict[str, Any] = {"parallel": None, "layout": None}
-    findings: list[Finding] = []
+    words: Words | None = None
     if evidence.launch or evidence.candidate:
         launch = read_launch(evidence.launch, evidence.given) if evidence.launch else None
-        findings += _words(family, config, launch, evidence.candidate, result, said)
-    minor: list[Finding] = []
-    if evidence.export:
-        served = serving.read_export(evidence.export, family, config, evidence.reference)
-        findings, minor = findings + served.findings, served.minor
-        result.notes += served.notes
-        result.skipped += served.skipped
-    result.faults = grouped(findings)
-    result.minor = grouped(minor)
-    result.verdict = Verdict.DIFFERS if findings else Verdict.AGREES
+        checkpoint = _checkpoint(evidence.candidate) if evidence.candidate else None
+        words = Words(launch, *(checkpoint or (None, None)))
+    said = judge_words(family_of(config), config, words, evidence.export, evidence.reference, result)
     stages = [result if name == "config" else not_run(name, "the config command runs the config stage alone") for name in STAGES]
     provenance = {
         "versions": {},
@@ -72,6 +63,35 @@ def run_config(evidence: Evidence) -> Report:
     return Report(stages, provenance, strict=evidence.strict)
 
 
+@dataclass(frozen=True)
+class Words:
+    """A candidate's own words: a launch, the args its checkpoint keeps (and the layout of its linear attention), or both."""
+
+    launch: Launch | None
+    checkpoint: Mapping[str, Any] | None
+    layout: CheckpointLayout | None
+
+
+def judge_words(
+    family: Family, config: Mapping[str, Any], words: Words | None, export: Path | None, reference: Path, result: StageResult
+) -> dict[str, Any]:
+    """Fills `result` with what differs from config.json; answers what is known of the layout, for the report."""
+    said: dict[str, Any] = {"parallel": None, "layout": None}
+    findings: list[Finding] = []
+    minor: list[Finding] = []
+    if words is not None:
+        findings += _words(family, config, words, result, said)
+    if export is not None:
+        served = serving.read_export(export, family, config, reference)
+        findings, minor = findings + served.findings, served.minor
+        result.notes += served.notes
+        result.skipped += served.skipped
+    result.faults = grouped(findings)
+    result.minor = grouped(minor)
+    result.verdict = Verdict.DIFFERS if findings else Verdict.AGREES
+    return said
+
+
 def grouped(findings: list[Finding]) -> list[Fault]:
     """Findings as faults.  Names under another prefix are one fault, however many modules they are in."""
     renamed = tuple(sorted((one for one in findings if one.relation and one.relation.kind == "names-only"), key=lambda one: one.site))
@@ -80,16 +100,14 @@ def grouped(findings: list[Finding]) -> list[Fault]:
     return sorted(faults, key=lambda fault: fault.first.site)
 
 
-def _words(
-    family: Family, config: Mapping[str, Any], launch: Launch | None, candidate: Path | None, result: StageResult, said: dict[str, Any]
-) -> list[Finding]:
+def _words(family: Family, config: Mapping[str, Any], words: Words, result: StageResult, said: dict[str, Any]) -> list[Finding]:
     """The launch's flags, the checkpoint's args, or both."""
     dims = family.reference_dimensions(config)
-    checkpoint, layout = _checkpoint(candidate) if candidate else (None, None)
+    launch, checkpoint, layout = words.launch, words.checkpoint, words.layout
     if launch is None:
         assert checkpoint is not None and layout is not None
-        launch = Launch(candidate or Path(), "checkpoint's args", checkpoint, {})
-        args = checkpoint | family.read_by_spec(checkpoint, config)
+        launch = Launch(Path(), "checkpoint's args", dict(checkpoint), {})
+        args = {**checkpoint, **family.read_by_spec(checkpoint, config)}
         mismatches, compared = config_check.compare_settings(family, config, args, layout)
         result.notes.append(f"{compared} settings compared")
     else:
@@ -119,7 +137,7 @@ def _placed(fitted: Fit, dims: Dimensions, of: str) -> tuple[Any, str]:
     return fitted.parallel, of
 
 
-def _checkpoint(path: Path) -> tuple[dict[str, Any], Any]:
+def _checkpoint(path: Path) -> tuple[dict[str, Any], CheckpointLayout]:
     """(args of a checkpoint, its layout).  Raises UsageError when it keeps none."""
     from bisect_tool.checkpoint import open_checkpoint
 

@@ -112,7 +112,7 @@ def _unknown(detail: Mapping[str, Any], _first: Finding) -> tuple[str, str]:
         f"it is {detail['stored']} where the table makes {detail['expected']}"
         + (f", as heads {detail['head_width']} wide would have it (hidden size / heads?)" if "head_width" in detail else "")
         if "expected" in detail
-        else "the bytes differ and no known relation explains them"
+        else f"the bytes differ{_part(detail)} and no known relation explains them"
     )
     return said, "Compare one tensor of it by hand (bisect-tool hash DIR lists digests)"
 

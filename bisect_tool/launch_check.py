@@ -81,6 +81,20 @@ def judge(family: Family, config: Mapping[str, Any], launch: Launch, checkpoint:
     return found
 
 
+def built_from(family: Family, config: Mapping[str, Any], launch: Launch, layout: CheckpointLayout) -> dict[str, Any]:
+    """The args that a launch builds the model with: what it says, and Megatron's defaults for what it does not.
+
+    Left out is what its own layer spec says, or a bridge reads from config.json.  config only says which args there are.
+    """
+    by_spec = _read_by_spec(family, config, launch, Judged())
+    found = dict(launch.args)
+    if launch.whole and launch.unsaid == "megatron":
+        for setting in family.settings(config, layout):
+            if found.get(setting.arg) is None and setting.arg not in by_spec and not setting.needed:
+                found[setting.arg] = default(setting, launch.args)
+    return found
+
+
 def _other_depth(args: Mapping[str, Any], value: Any, dims: Dimensions) -> bool:
     """A pattern of another length, as another --num-layers wants it: the depth is the finding."""
     return isinstance(value, list) and len(value) == args.get("num_layers") != dims.layers

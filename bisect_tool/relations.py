@@ -19,6 +19,7 @@ from bisect_tool.faults import Proof, Relation, without_layer
 from bisect_tool.index import Index
 from bisect_tool.orders import WAYS, Change, reordered
 from bisect_tool.places import Place, Shape, Tensor
+from bisect_tool.quantised import before_packing, scales_rounded
 
 # a matrix with more bytes than this is not searched for a change inside it
 LARGEST = 4 << 30
@@ -85,7 +86,7 @@ class Search:
 
     def explain(self, wrong: Wrong) -> tuple[Relation, Proof]:
         """The shortest relation that reproduces every byte, with its proof; `unknown` when none does."""
-        for find in (self._constant, self._whole, self._experts, self._inside):
+        for find in (self._constant, self._whole, self._experts, self._inside, self._before):
             found = find(wrong)
             if found is not None:
                 return found
@@ -203,6 +204,13 @@ class Search:
                 return None
         count = wrong.candidate.shape[0]
         return _claimed(change, {} if len(unequal) == count else {"experts": unequal[:64], "wrong": len(unequal), "of": count})
+
+    def _before(self, wrong: Wrong) -> Found:
+        """A rounding that was done before the table put the tensor together."""
+        halves = wrong.made.cut.expert and any(parts == 2 for _, _, parts in wrong.made.cut.axes)
+        candidate = Unpadded(wrong.candidate, wrong.rows)
+        change = scales_rounded(wrong.expected, candidate) or before_packing(wrong.expected, candidate, halves=halves)
+        return None if change is None else _claimed(change)
 
     def _numbers(self, want: torch.Tensor, got: torch.Tensor) -> Change | None:
         flat = bits(got).flatten()

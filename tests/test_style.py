@@ -47,7 +47,8 @@ OFFERED = {
     "record": ["--candidate", "--input-key", "--out", "--prompts", "--reference", "--side", *PARALLEL],
     "report": ["--format", "directory"],
     "run": [
-        *("--all-stages", "--candidate", "--candidate-patch", "--device", "--dtype", "--input-key", "--out", "--prompts"),
+        *("--all-stages", "--candidate", "--candidate-patch", "--device", "--dtype", "--export", "--input-key", "--launch", "--out"),
+        "--prompts",
         *("--reference", "--stages", "--strict"),
         *PARALLEL,
     ],
