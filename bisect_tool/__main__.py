@@ -52,6 +52,11 @@ def main() -> None:
     """Console script."""
     code = run()
     _stop_ranks()
+    if code == 130:
+        # an interrupt that came while a C extension ran Python code is remembered by CPython, which would then end by the signal
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     sys.exit(code)
 
 

@@ -98,6 +98,7 @@ def _export(auditor: Auditor, side: TableSide, missing: Sequence[str], audit: Au
     if again:
         more = f" and {len(again) - 1} more hold" if len(again) > 1 else " holds"
         audit.notes.append(f"{side.directory.on_disk(again[0])}{more} again, with the same values, what is there one by one")
+    spared: dict[str, int] = {}
     for name in left:
         if name in fused:
             continue
@@ -107,7 +108,8 @@ def _export(auditor: Auditor, side: TableSide, missing: Sequence[str], audit: Au
             site = next((rule.site for rule in side.rules if near and near[0] in rule.references), Site("embedding"))
             audit.findings.append(_extra(auditor, side.directory.on_disk(name), site))
         else:
-            audit.skipped.append((side.directory.on_disk(name), why))
+            spared[why] = spared.get(why, 0) + 1
+    audit.skipped += [(f"{count} tensors of the {side.word}", why) for why, count in spared.items()]
 
 
 def _other_style(auditor: Auditor, side: TableSide, read: Iterable[str]) -> dict[str, tuple[Rule, Made, Expected]]:
@@ -131,13 +133,14 @@ def _stale(auditor: Auditor, side: TableSide, name: str, rule: Rule, made: Made,
     disk = side.directory.on_disk(name)
     if same_tensor(Cast(tensor, chosen.dtype), chosen):
         return False
-    stale = same_tensor(Cast(tensor, base.dtype), base)
-    source = f"it is the {auditor.reference.word}'s" if stale else "it is neither the reference's nor what is there one by one"
+    origin = auditor.origin.tensor(made.name) if auditor.origin is not None else base
+    stale = origin is not None and same_tensor(Cast(tensor, origin.dtype), origin)
+    source = "it is the reference's" if stale else "it is neither the reference's nor what is there one by one"
     proof = Proof(
         f"compare {disk} with what is there one by one: they disagree; {source}, every byte" if stale else f"compare {disk}: {source}",
         None, 0.0 if stale else None, "a loader takes one of the two, and the other is dropped in silence",
     )  # fmt: skip
-    relation = Relation("stale" if stale else "extra", {"of": auditor.reference.word} if stale else {"name": disk}, rule="two sources")
+    relation = Relation("stale" if stale else "extra", {"of": "reference"} if stale else {"name": disk}, rule="two sources")
     audit.findings.append(_named(auditor.finding(rule.site, made, relation, proof), (disk,)))
     return True
 

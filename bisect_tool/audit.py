@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import torch
 from bisect_hooks.family import Dimensions, Family, Setting
 from bisect_hooks.parallel import Parallel
 from bisect_hooks.site import Site, parse_site
@@ -26,6 +27,7 @@ from bisect_tool.relations import Search, Unpadded, Wrong
 from bisect_tool.shards import Shard, shard_of
 from bisect_tool.sides import Cast, Side, StoredSide, TableSide
 
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 FAMILY_ROUNDING = Tolerance(0.0, "bytes equal after one rounding to the stored dtype")
 PACKED = re.compile(r"(.*\.(?:in_proj|conv1d)\.(?:weight|bias))\.\w+")
 PADDED = ("embedding", "lm_head")
@@ -57,6 +59,7 @@ class Auditor:
     parallel  the layout the candidate was converted under; None when nobody says
     off       config settings that differ, by module: what the candidate's own args switch off is no conversion's fault
     args      the candidate's own words, where there are any
+    origin    where neither side is the reference: what both come from
     """
 
     family: Family
@@ -67,6 +70,7 @@ class Auditor:
     parallel: Parallel | None
     off: Mapping[str, Setting] = field(default_factory=dict)
     args: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    origin: Side | None = None
 
     # -- one row at a time ----------------------------------------------------------------------------------------------------
 
@@ -142,8 +146,9 @@ class Auditor:
         layers = {name: rule.site.layer for name, (rule, _) in self.row_of.items()}
         std = self.args.get("init_method_std")
         stds = [std] if isinstance(std, float) and std > 0 else [0.02]
+        origin = self.origin.tensor if self.origin is not None else lambda _name: None
         return Search(
-            Index(names, experts, expected), layers.get, self.ways, (*stds, *(one / (2 * self.dims.layers) ** 0.5 for one in stds))
+            Index(names, experts, expected), layers.get, self.ways, (*stds, *(one / (2 * self.dims.layers) ** 0.5 for one in stds)), origin
         )
 
     @property
@@ -160,18 +165,25 @@ class Auditor:
         found = {match[1] for name in wrong if (match := PACKED.fullmatch(name))}
         return {prefix: [name for name in self.row_of if (m := PACKED.fullmatch(name)) and m[1] == prefix] for prefix in sorted(found)}
 
-    def explain_pack(self, names: Sequence[str]) -> tuple[Relation, Proof] | None:
-        """Whether a packed projection was cut, or joined, with no regard to its parts."""
+    def explain_pack(self, names: Sequence[str], matched: Callable[[Pairs], Pairs | None] | None = None) -> tuple[Relation, Proof] | None:
+        """Whether a packed projection was cut, or joined, with no regard to its parts.
+
+        matched  row numbers for rows, where rows can only be told by what they are nearest to
+        """
         pairs = []
         for name in names:
             candidate = self.candidate.tensor(name)
             if candidate is None or candidate.shape != self.expected(name).shape:
                 return None
             pairs.append((self.expected(name).rows(0, candidate.shape[0]).to(candidate.dtype), candidate.rows(0, candidate.shape[0])))
+        told = pairs if matched is None else matched(pairs)
+        if told is None:
+            return None
+        pairs = told
         found = even_cut(pairs, self.ways)
         if found is None:  # some of the parts, packed by themselves: b and a
             wrong = [i for i, (want, got) in enumerate(pairs) if not same_bytes(want.contiguous(), got.contiguous())]
-            pairs = pairs[wrong[0] : wrong[-1] + 1]
+            pairs = pairs[wrong[0] : wrong[-1] + 1] if wrong else []
             found = even_cut(pairs, self.ways) if len(pairs) > 1 else None
         if found is None:
             return None
@@ -179,7 +191,8 @@ class Auditor:
         twice = even_cut(pairs, [2 * size])
         done = "cut the packed rows evenly over" if how == "cut" else "join the packed rows of"
         proof = Proof(
-            f"{done} {size} tensor parallel ranks, compare every byte", None, 0.0,
+            f"{done} {size} tensor parallel ranks, compare every {'byte' if matched is None else 'row with its nearest'}",
+            None, 0.0 if matched is None else None,
             f"over {2 * size} ranks it {'fits too' if twice else 'does not fit'}; part by part it differs by {{before}}",
         )  # fmt: skip
         detail = {"parts": len(pairs), "size": size} | ({"how": how} if how == "joined" else {})

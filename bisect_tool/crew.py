@@ -9,17 +9,21 @@ import hashlib
 import json
 import multiprocessing
 import os
+import signal
+import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from bisect_hooks.errors import BisectError
 
 from bisect_tool.report import JOURNAL
 
@@ -86,7 +90,7 @@ class Crew:
     """Answers units by `work(step, argument)`.
 
     make    called once in each process: returns `work`; has to be picklable
-    jobs    processes; 1 works in this one
+    jobs    processes, this one among them: it begins at once, while the others are still importing torch
     """
 
     make: Callable[[], Work]
@@ -94,7 +98,7 @@ class Crew:
     jobs: int = 1
     progress: Callable[[str], None] = lambda _text: None
     _work: Work | None = field(default=None, repr=False)
-    _pool: ProcessPoolExecutor | None = field(default=None, repr=False)
+    _others: list[_Other] = field(default_factory=list, repr=False)
 
     def answers(self, step: str, units: Sequence[Unit]) -> dict[str, Any]:
         """unit's name → answer, in the order of `units`, whoever answered."""
@@ -114,43 +118,92 @@ class Crew:
         return {name: found[name] for name, _ in units}
 
     def _each(self, step: str, units: Sequence[Unit]) -> Iterator[Unit]:
-        if self.jobs == 1 or len(units) < 2:
-            self._work = self._work or self.make()
-            for name, argument in units:
-                yield name, self._work(step, argument)
-            return
-        if self._pool is None:
-            self._pool = ProcessPoolExecutor(self.jobs, multiprocessing.get_context("spawn"), _begin, (self.make,))
+        self._work = self._work or self.make()
+        if len(units) > 1:
+            self._others += [_Other(self.make) for _ in range(self.jobs - 1 - len(self._others))]
         left = iter(units)
-        running: dict[Future[Any], str] = {}
-        try:
-            while True:
-                # few units in flight: an interruption loses little
-                while len(running) < 2 * self.jobs and (unit := next(left, None)) is not None:
-                    running[self._pool.submit(_answer, step, unit[1])] = unit[0]
-                if not running:
-                    return
-                for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    yield running.pop(future), future.result()
-        finally:
-            for future in running:
-                future.cancel()
+        while True:
+            for other in self._others:
+                while other.free and (unit := next(left, None)) is not None:
+                    other.begin(step, unit)
+            own = next(left, None)
+            if own is not None:
+                yield own[0], self._work(step, own[1])
+            elif not any(other.doing for other in self._others):
+                return
+            lines = {other.line: other for other in self._others}
+            for line in wait(list(lines), timeout=0 if own is not None else None):
+                answered = lines[line].answer()  # type: ignore[index]
+                if answered is not None:
+                    yield answered
 
     def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+        for other in self._others:
+            other.close()
 
 
-_WORK: list[Work] = []
+class _Other:
+    """Another process of the crew.  doing: names of the units it has, at most two, so that an interruption loses little"""
+
+    def __init__(self, make: Callable[[], Work]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.line, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(make, theirs), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.ready = False
+        self.doing: list[str] = []
+
+    @property
+    def free(self) -> bool:
+        return self.ready and len(self.doing) < 2
+
+    def begin(self, step: str, unit: Unit) -> None:
+        self.doing.append(unit[0])
+        self.line.send((step, unit[1]))
+
+    def answer(self) -> Unit | None:
+        """What it says: its first word is that it is there.  Raises what its work raised, and BisectError when it died."""
+        try:
+            found = self.line.recv()
+        except EOFError:
+            self.process.join()
+            raise BisectError(f"a process of the audit ended with {self.process.exitcode}", hint="was it killed for its memory?") from None
+        if isinstance(found, Exception):
+            raise found
+        if self.ready:
+            return self.doing.pop(0), found
+        self.ready = True
+        return None
+
+    def close(self) -> None:
+        self.process.kill()  # it only reads
+        self.process.join()
+        self.line.close()
 
 
-def _begin(make: Callable[[], Work]) -> None:
+def _serve(make: Callable[[], Work], line: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one is interrupted too, and ends it
+    threading.Thread(target=_follow, daemon=True).start()
     torch.set_num_threads(1)
-    _WORK[:] = [make()]
+    try:
+        work = make()
+        line.send(None)
+        while True:
+            line.send(work(*line.recv()))
+    except EOFError:
+        return
+    except Exception as error:
+        error.add_note(traceback.format_exc())
+        line.send(error)
 
 
-def _answer(step: str, argument: Any) -> Any:
-    return _WORK[0](step, argument)
+def _follow() -> None:
+    """Ends this process when the one that started it is gone, however that one ended."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def rank_of() -> tuple[int, int]:

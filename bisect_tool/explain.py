@@ -159,11 +159,11 @@ def _extra(detail: Mapping[str, Any], first: Finding) -> tuple[str, str]:
 
 
 def _stale(detail: Mapping[str, Any], first: Finding) -> tuple[str, str]:
-    if first.between[1] == "export":
-        said = f"the candidate holds it twice, and the two disagree: {first.tensors[1][0]} is still the {detail['of']}'s"
+    if first.relation is not None and first.relation.rule == "two sources":
+        said = f"the candidate holds it twice, and the two disagree: {first.tensors[1][0]} is still what the {detail['of']} holds"
         return said, "Remove the old tensors from the export: a loader may take them and drop the trained ones"
     return (
-        f"it is still exactly the {detail['of']}'s while its neighbours moved",
+        f"it is still exactly what the {detail['of']} holds, while its neighbours moved",
         "Was it frozen, or never saved? Look at what was trained and at the save",
     )
 

@@ -157,6 +157,8 @@ def one_part(rows: torch.Tensor) -> list[tuple[Place, torch.Tensor]]:
 
 def covers(stored: Stored) -> bool:
     """Whether the pieces tile the tensor: no hole, no overlap.  Counted on the grid that their edges make."""
+    if len(stored.pieces) == 1:
+        return not any(stored.pieces[0].offset) and stored.pieces[0].shape == stored.shape
     edges: list[dict[int, int]] = []
     for dim, size in enumerate(stored.shape):
         marks = {0, size}

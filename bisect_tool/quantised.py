@@ -7,10 +7,11 @@ FP8 directory holds is looked at code by code, under its own scales.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from bisect_hooks.table import Stack
 
 from bisect_tool.arithmetic import FP8_BLOCK, Quantised, roundings
 from bisect_tool.compare import Row, same_tensor
@@ -158,28 +159,35 @@ def before_packing(expected: Tensor, candidate: Tensor, *, halves: bool) -> Chan
 
 def scales_rounded(expected: Tensor, candidate: Tensor) -> Change | None:
     """FP8 codes that are right under the largest of each block / 448, beside scales that are that rounded up to a power of two."""
-    coarse, whole = in_fp8(candidate), expected.tensor if isinstance(expected, Cast) else expected
-    if coarse is None or not isinstance(whole, Expected) or math.prod(candidate.shape) * candidate.dtype.itemsize > LARGEST:
+    coarse = in_fp8(candidate)
+    if coarse is None:
         return None
-    theirs = dict(zip(whole.rule.references, whole.sources, strict=True))
-    names = coarse.rule.references
-    if all(name in theirs for name in names):
-        wanted = [theirs[name].rows(0, theirs[name].shape[0]) for name in names]
-    elif len(coarse.rule.candidates) == 1:
-        wanted = coarse.rule.op.backward([expected.rows(0, expected.shape[0])])
-    else:
-        return None
-    for want, source in zip(wanted, coarse.sources, strict=True):
-        assert isinstance(source, Dequantised)
+    wanted = _matrices(coarse, expected)
+    for source, want in zip(coarse.sources, wanted, strict=False):
+        if want is None or not isinstance(source, Dequantised) or source.block != (FP8_BLOCK, FP8_BLOCK):
+            return None
         right = Quantised("float8_e4m3fn", 448.0, BLOCK).scales(want)
         shown = Scales(source).rows(0, source.shape[0])
         codes = Codes(source.weight).rows(0, source.shape[0])
-        if source.block != (FP8_BLOCK, FP8_BLOCK) or not torch.equal(shown, torch.exp2(torch.ceil(torch.log2(right)))):
-            return None
-        if not _coded(want, right, codes, source.weight.dtype):
+        if not torch.equal(shown, torch.exp2(torch.ceil(torch.log2(right)))) or not _coded(want, right, codes, source.weight.dtype):
             return None
     return Change(
         "rounded", {"through": POWERS}, lambda block: block,
         "round the scale of each block up to a power of two and leave the codes as they are: every code and every scale",
         "with the scale as it was, the largest of the block / 448, every code is the nearest",
     )  # fmt: skip
+
+
+def _matrices(coarse: Expected, expected: Tensor) -> Iterator[torch.Tensor | None]:
+    """What each matrix of an FP8 directory should be, from what the table makes of the other side; None where that can't be told."""
+    whole, op = expected.tensor if isinstance(expected, Cast) else expected, coarse.rule.op
+    theirs = dict(zip(whole.rule.references, whole.sources, strict=True)) if isinstance(whole, Expected) else {}
+    if all(name in theirs for name in coarse.rule.references):
+        yield from (theirs[name].rows(0, theirs[name].shape[0]) for name in coarse.rule.references)
+    elif isinstance(op, Stack):
+        for e in range(expected.shape[0]):
+            yield from op.backward([expected.rows(e, e + 1)])
+    elif len(coarse.rule.candidates) == 1 and math.prod(expected.shape) * expected.dtype.itemsize <= LARGEST:
+        yield from op.backward([expected.rows(0, expected.shape[0])])
+    else:
+        yield None

@@ -14,12 +14,13 @@ import torch
 from bisect_hooks.table import Made, Rule
 
 from bisect_tool.arithmetic import constant, constant_change, fresh, moved
-from bisect_tool.compare import Compared, bits, joined, same_bytes
+from bisect_tool.compare import Compared, bits, joined, same_bytes, same_tensor
 from bisect_tool.faults import Proof, Relation, without_layer
 from bisect_tool.index import Index
 from bisect_tool.orders import WAYS, Change, reordered
 from bisect_tool.places import Place, Shape, Tensor
 from bisect_tool.quantised import before_packing, scales_rounded
+from bisect_tool.sides import Cast
 
 # a matrix with more bytes than this is not searched for a change inside it
 LARGEST = 4 << 30
@@ -77,16 +78,18 @@ class Search:
     """What is known besides the tensor: the rest of the reference, and what the candidate's args say of it.
 
     layer_of  the layer of a made name · ways  tensor parallel sizes to think of · std  of a fresh initialisation
+    origin    where neither side is the reference, what the reference has under a made name
     """
 
     index: Index = field(repr=False)
     layer_of: Callable[[str], int | None] = field(repr=False)
     ways: Sequence[int] = WAYS
     std: tuple[float, ...] = (0.02,)
+    origin: Callable[[str], Tensor | None] = field(default=lambda _name: None, repr=False)
 
     def explain(self, wrong: Wrong) -> tuple[Relation, Proof]:
         """The shortest relation that reproduces every byte, with its proof; `unknown` when none does."""
-        for find in (self._constant, self._whole, self._experts, self._inside, self._before):
+        for find in (self._constant, self._stale, self._whole, self._experts, self._scales, self._inside, self._before):
             found = find(wrong)
             if found is not None:
                 return found
@@ -98,6 +101,15 @@ class Search:
     def _constant(self, wrong: Wrong) -> Found:
         value = constant(wrong.candidate, 0, wrong.rows)
         return None if value is None else _claimed(constant_change(value))
+
+    def _stale(self, wrong: Wrong) -> Found:
+        """An export that holds what the reference does, and not what the candidate made of it."""
+        origin = self.origin(wrong.made.name)
+        candidate = Unpadded(wrong.candidate, wrong.rows)
+        if origin is None or not same_tensor(Cast(origin, candidate.dtype), candidate):
+            return None
+        proof = Proof("compare with the reference, every byte", None, 0.0, "what the candidate holds differs from it by {before}")
+        return Relation("stale", {"of": "reference"}), proof
 
     def _whole(self, wrong: Wrong) -> Found:
         """The candidate tensor is, whole, another tensor of the reference: of another layer, or of another kind."""
@@ -208,8 +220,12 @@ class Search:
     def _before(self, wrong: Wrong) -> Found:
         """A rounding that was done before the table put the tensor together."""
         halves = wrong.made.cut.expert and any(parts == 2 for _, _, parts in wrong.made.cut.axes)
-        candidate = Unpadded(wrong.candidate, wrong.rows)
-        change = scales_rounded(wrong.expected, candidate) or before_packing(wrong.expected, candidate, halves=halves)
+        change = before_packing(wrong.expected, Unpadded(wrong.candidate, wrong.rows), halves=halves)
+        return None if change is None else _claimed(change)
+
+    def _scales(self, wrong: Wrong) -> Found:
+        """FP8 that is right but for its scales."""
+        change = scales_rounded(wrong.expected, wrong.candidate)
         return None if change is None else _claimed(change)
 
     def _numbers(self, want: torch.Tensor, got: torch.Tensor) -> Change | None:

@@ -61,11 +61,11 @@ class Report:
     @property
     def faults(self) -> list[Fault]:
         """In compute order; a fault that two stages found is listed once, as the earlier stage saw it."""
-        return united([fault for stage in self.stages for fault in stage.faults])
+        return united([stage.faults for stage in self.stages])
 
     @property
     def minor(self) -> list[Fault]:
-        return united([fault for stage in self.stages for fault in stage.minor])
+        return united([stage.minor for stage in self.stages])
 
     @property
     def verdict(self) -> Verdict:
@@ -92,19 +92,17 @@ class Report:
         }
 
 
-def united(faults: Sequence[Fault]) -> list[Fault]:
-    """Faults in compute order, each once."""
+def united(stages: Sequence[Sequence[Fault]]) -> list[Fault]:
+    """Faults in compute order; what a later stage sees of a fault that an earlier one found is left out."""
     kept: list[Fault] = []
-    for fault in sorted(faults, key=lambda one: one.first.site):
-        twin = next((one for one in kept if _same(one, fault)), None)
-        if twin is None:
-            kept.append(fault)
-    return kept
+    for faults in stages:
+        kept += [fault for fault in faults if not any(_same(one, fault) for one in kept)]
+    return sorted(kept, key=lambda one: one.first.site)
 
 
 def _same(one: Fault, other: Fault) -> bool:
     a, b = one.to_json(), other.to_json()
-    if a["layers"] != b["layers"] or a["modules"][:1] != b["modules"][:1]:
+    if a["between"] != b["between"] or a["layers"] != b["layers"] or a["modules"][:1] != b["modules"][:1]:
         return False
     relation, again = a["relation"], b["relation"]
     if (

@@ -139,7 +139,8 @@ class Sides:
         export = TableSide("export", self.exported, theirs, whole=False)
         # a row that the candidate itself lacks is the other pair's finding
         rules = [rule for rule in theirs if all(candidate.tensor(made.name) is not None for made in rule.candidates)]
-        return Auditor(self.family, self.dims, rules, candidate, replace(export, rules=theirs), self.written_under)
+        origin = TableSide("reference", self.directory, without_rounding(ours))
+        return Auditor(self.family, self.dims, rules, candidate, replace(export, rules=theirs), self.written_under, origin=origin)
 
 
 def work_of(sides: Sides) -> Work:
@@ -156,14 +157,25 @@ def work_of(sides: Sides) -> Work:
             return asdict(auditor.measure(argument))
         if verb == "pack":
             explained = auditor.explain_pack(argument)
+        elif verb == "trained pack":
+            explained = auditor.explain_pack(argument, trained.matched)
         elif verb == "trained":
-            compared, training = Compared.from_json(argument[0]), trained.Training(*argument[1])
-            explained = trained.explain(auditor.wrong(compared), training, auditor.ways)
+            return _narrowed(auditor, Compared.from_json(argument))
         else:
             explained = auditor.explain(Compared.from_json(argument))
         return None if explained is None else _page(*explained)
 
     return work
+
+
+def _narrowed(auditor: Auditor, compared: Compared) -> dict[str, Any] | None:
+    """What training can't have done to a tensor, and where it shows."""
+    wrong = auditor.wrong(compared)
+    found = trained.explain(wrong, auditor.search)
+    if found is None:
+        return None
+    relation, proof, rows = found
+    return _page(relation, proof) | {"compared": trained.narrowed(compared, wrong, rows, auditor.parallel or Parallel()).to_json()}
 
 
 def _page(relation: Relation, proof: Proof) -> dict[str, Any]:
@@ -284,12 +296,16 @@ class Stage:
         iteration = self.sides.checkpoint.iteration if self.sides.candidate is not None else None
         audit.missing.append(training.note(iteration))
         audit.trained = True
-        told = (training.median, training.moved, training.of)
-        found = self.crew.answers(f"{self.between} trained", [(one.name, [one.to_json(), told]) for one in wrong])
+        packs = auditor.packs(one.name for one in wrong)
+        answered = self.crew.answers(f"{self.between} trained pack", list(packs.items()))
+        found = {name: answer for prefix, answer in answered.items() if answer is not None for name in packs[prefix]}
+        left = [one for one in wrong if one.name not in found]
+        found |= self.crew.answers(f"{self.between} trained", [(one.name, one.to_json()) for one in left])
         for one in wrong:
-            if found[one.name] is not None:
-                relation, proof = _read(found[one.name])
-                audit.findings += auditor.findings(one, consistent(relation, auditor), proof)
+            answer = found[one.name]
+            if answer is not None:
+                narrowed = Compared.from_json(answer["compared"]) if "compared" in answer else one
+                audit.findings += auditor.findings(narrowed, consistent(_read(answer)[0], auditor), _read(answer)[1])
         matrices = {one.name: len(auditor.expected(one.name).shape) > 1 for one in compared}
         for name in trained.left_behind(compared, matrices):
             rule, made = auditor.row_of[name]

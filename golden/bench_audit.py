@@ -118,6 +118,8 @@ def cat(files: list[Path]) -> float:
 
 def one(reference: str, candidate: str, jobs: str, out: str) -> int:
     """An audit in this process: seconds, verdict, memory that opening took, bytes of the reference mapped in each step."""
+    import torch.distributed.checkpoint  # noqa: F401 - a library that reading .metadata imports
+
     from bisect_tool import places, weights
     from bisect_tool.crew import Work
     from bisect_tool.ladder import Job, climb
@@ -141,7 +143,7 @@ def one(reference: str, candidate: str, jobs: str, out: str) -> int:
         return answer
 
     if jobs == "1":  # what other processes map is not seen here
-        places._view, weights.work_of = counted_view, stepped
+        vars(places)["_view"], vars(weights)["work_of"] = counted_view, stepped
     before = psutil.Process().memory_info().rss
     started = time.perf_counter()
     job = Job(Path(reference), Path(candidate), stages=("weights",), jobs=int(jobs), out=Path(out))
@@ -224,7 +226,13 @@ def faulty(pair: Pair, clean: dict[int, float], bounds: Bounds) -> None:
             mapped, size = answers[0]["mapped"], sum(file.stat().st_size for file in pair.reference.rglob("*.safetensors"))
             searched = sum(count for step, count in mapped.items() if step not in ("open", "compare"))
             steps = ", ".join(f"{step} {count / size:.2f}" for step, count in mapped.items())
-            bounds.check("the search reads the reference so many times", searched / size, lambda ratio: ratio <= SEARCHED, f"at most {SEARCHED}", steps)
+            bounds.check(
+                "the search reads the reference so many times",
+                searched / size,
+                lambda ratio: ratio <= SEARCHED,
+                f"at most {SEARCHED}",
+                steps,
+            )
 
 
 def main() -> int:

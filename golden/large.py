@@ -61,10 +61,10 @@ def values(seed: str, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
     count = math.prod(shape) * dtype.itemsize
     raw = np.random.default_rng(zlib.crc32(seed.encode())).integers(0, 1 << 64, size=-(-count // 8), dtype=np.uint64).view(np.uint8)[:count]
     word, keep, put = (np.uint16, 0x80FF, 0x3C00) if dtype == BF16 else (np.uint32, 0x80FFFFFF, 0x3C000000)
-    bits = raw.view(word)
+    bits: Any = raw.view(word)
     bits &= word(keep)
     bits |= word(put)
-    return torch.from_numpy(bits.view(np.uint8)).view(dtype).reshape(shape)
+    return torch.from_numpy(raw).view(dtype).reshape(shape)
 
 
 def reference_shapes(dims: Dimensions, mtp: bool) -> dict[str, tuple[Shape, torch.dtype]]:
@@ -93,7 +93,10 @@ def reference_shapes(dims: Dimensions, mtp: bool) -> dict[str, tuple[Shape, torc
     def moe(own: str, *, fused: bool) -> None:
         add(own, {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)})
         if fused:
-            shapes: dict[str, Shape] = {"gate_up_proj": (dims.experts, 2 * dims.routed, hidden), "down_proj": (dims.experts, hidden, dims.routed)}
+            shapes: dict[str, Shape] = {
+                "gate_up_proj": (dims.experts, 2 * dims.routed, hidden),
+                "down_proj": (dims.experts, hidden, dims.routed),
+            }
         else:
             one = {"gate_proj": (dims.routed, hidden), "up_proj": (dims.routed, hidden), "down_proj": (hidden, dims.routed)}
             shapes = {f"{e}.{name}.weight": shape for e in range(dims.experts) for name, shape in one.items()}
@@ -110,7 +113,15 @@ def reference_shapes(dims: Dimensions, mtp: bool) -> dict[str, tuple[Shape, torc
         (attention if kind == "attention" else linear)(own)
         moe(own, fused=True)
     if mtp:
-        add("mtp.", {"fc.weight": (hidden, 2 * hidden), "norm.weight": (hidden,), "pre_fc_norm_embedding.weight": (hidden,), "pre_fc_norm_hidden.weight": (hidden,)})
+        add(
+            "mtp.",
+            {
+                "fc.weight": (hidden, 2 * hidden),
+                "norm.weight": (hidden,),
+                "pre_fc_norm_embedding.weight": (hidden,),
+                "pre_fc_norm_hidden.weight": (hidden,),
+            },
+        )
         attention("mtp.layers.0.")
         moe("mtp.layers.0.", fused=False)
     return found
@@ -214,9 +225,7 @@ class RankFile:
         self.raw.close()
 
 
-def write_candidate(
-    out: Path, family: Family, config: Mapping[str, Any], shapes: Shapes, parallel: Parallel, content: Content
-) -> int:
+def write_candidate(out: Path, family: Family, config: Mapping[str, Any], shapes: Shapes, parallel: Parallel, content: Content) -> int:
     """A torch_dist checkpoint in slime's layout, and its .metadata.  Returns the number of chunks.
 
     Every expert's chunks are in the file of the rank that holds it; everything else is in the file of its stage's first rank.
