@@ -288,9 +288,10 @@ class Auditor:
         cls = "model-definition" if rule.site.module in self.off else "conversion"
         proof = Proof("compare shapes", None, None, "no element can be compared")
         detail: dict[str, Any] = {"expected": list(want), "stored": list(got)}
-        if isinstance(rule.op, GroupHeads) and want[1:] == got[1:] and got[0] * rule.op.width % want[0] == 0:
+        heads = isinstance(rule.op, GroupHeads) and want[1:] == got[1:] and got[0] * rule.op.width % want[0] == 0
+        if isinstance(rule.op, GroupHeads) and heads:
             detail["head_width"] = got[0] * rule.op.width // want[0]
-        return self.finding(rule.site, made, Relation("unknown", detail), proof, cls=cls)
+        return self.finding(rule.site, made, Relation("unknown", detail, rule="heads of another width" if heads else ""), proof, cls=cls)
 
     def loud_padding(self, name: str) -> Finding | None:
         """Padding rows of the output layer that can win the argmax: larger than any real row by far."""

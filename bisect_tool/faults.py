@@ -160,7 +160,7 @@ def group(findings: Iterable[Finding], modules_of_layer: Any) -> list[Fault]:
 
 
 def _without_rule(finding: Finding) -> bool:
-    return finding.relation is None or finding.relation.kind == "unknown"
+    return finding.relation is None or (finding.relation.kind == "unknown" and not finding.relation.rule)
 
 
 def _key(finding: Finding) -> tuple[Any, ...]:
