@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from bisect_hooks.errors import UsageError
-from bisect_hooks.family import Dimensions, Family, check_sizes, families
+from bisect_hooks.family import Dimensions, Family, check_sizes, family_of_tensors
 from bisect_hooks.parallel import Parallel
 from bisect_hooks.table import GroupHeads
 
@@ -207,7 +207,7 @@ def plant(fault: str, candidate: Path, out: Path, parallel: Parallel | None) -> 
     args = plain(checkpoint.args)
     if not args:
         raise UsageError(f"{checkpoint.path} keeps no args, so nothing says how it was converted")
-    family = _family_of(args)
+    family = family_of_tensors(args, checkpoint.layout, checkpoint.tensors)
     dims = family.candidate_dimensions(args)
     written = parallel_of(args, dims.layers) or Parallel()
     under = parallel or written
@@ -235,11 +235,6 @@ def plant(fault: str, candidate: Path, out: Path, parallel: Parallel | None) -> 
         else "no file changed; patch.py written"
     )
     return f"wrote {out}: {fault} ({one.carrier}), {under}; {changed}"
-
-
-def _family_of(args: dict[str, Any]) -> Family:
-    """The families whose args these can be; there is one so far."""
-    return next(iter(families().values()))
 
 
 def _same_cut(one: Parallel, other: Parallel) -> bool:
