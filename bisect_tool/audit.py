@@ -160,7 +160,11 @@ class Auditor:
         return [self._finding(site, one, relation, proof)]
 
     def _finding(self, site: Site, one: Wrong, relation: Relation, proof: Proof) -> Finding:
-        shard = self._shard(site, one.made.cut, bits(one.candidate) != bits(one.expected))
+        unequal = bits(one.candidate) != bits(one.expected)
+        padding = self.candidate.tensors[one.stored].shape[0] - len(unequal)  # rows of the vocabulary, which tp cuts too
+        if padding > 0:
+            unequal = torch.cat([unequal, unequal.new_zeros(padding, *unequal.shape[1:])])
+        shard = self._shard(site, one.made.cut, unequal)
         names = tuple(self.reference.on_disk(name) for name in one.rule.references[:4])
         return Finding("conversion", site, shard, (names, (one.stored,)), one.difference, EXACT, relation, proof)
 

@@ -221,7 +221,11 @@ class Bench:
             cut = self._cut_over_tp()
             for key in keys:
                 every = set(range(parallel.tp))
-                ranks = _wrong_columns(result.values[key], parallel.tp, result.judged[key].tolerance) if key in cut else every
+                pair = result.values[key]
+                if site.module == "lm_head":  # the vocabulary is cut with its padding
+                    padding = self.run.dims.vocabulary - pair[0].shape[-1]
+                    pair = (torch.nn.functional.pad(pair[0], (0, padding)), torch.nn.functional.pad(pair[1], (0, padding)))
+                ranks = _wrong_columns(pair, parallel.tp, result.judged[key].tolerance) if key in cut else every
                 inside |= {(tp, cp) for tp in ranks for cp in range(parallel.cp)}
         return shard_of(site, parallel, "run", self.dims.layers, inside or None)
 
