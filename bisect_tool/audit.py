@@ -92,7 +92,7 @@ class Auditor:
 
     @cached_property
     def _promised(self) -> int:
-        return sum(name.startswith("mtp.") for name in self.reference.names)
+        return len(self.family.mtp_tensors(self.reference.names, self.family.reference_dimensions(self.reference.config)))
 
     @cached_property
     def _mtp_left_out(self) -> bool:
@@ -224,15 +224,17 @@ class Auditor:
             audit.findings.append(self._extra(key, site))
         read = {name for rule in rules for name in rule.references}
         left: dict[str, int] = {}
+        dims = self.family.reference_dimensions(self.reference.config)
+        mtp = set(self.family.mtp_tensors(self.reference.names, dims))
         for name in self.reference.names:
             if name not in read:
-                why = self.family.left_out(name)
+                why = self.family.left_out(name, dims)
                 if why is None:
                     near = difflib.get_close_matches(name, read, n=2)
                     audit.missing.append(
                         f"{self.reference.on_disk(name)}: no row of the table reads it (nearest: {', '.join(near) or 'none'})"
                     )
-                elif not name.startswith("mtp.") or not any(what == "mtp.*" for what, _ in audit.skipped):
+                elif name not in mtp or not any(what == "mtp.*" for what, _ in audit.skipped):
                     left[why] = left.get(why, 0) + 1
         audit.skipped += [(f"{count} reference tensors", why) for why, count in left.items()]
 

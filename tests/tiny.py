@@ -45,6 +45,15 @@ LINEAR = {
     "partial_rotary_factor": 0.25,
 }
 MTP = {"mtp_num_hidden_layers": 1}
+QWEN_AROUND = "mtp.fc mtp.norm mtp.pre_fc_norm_embedding mtp.pre_fc_norm_hidden"
+GLM_AROUND = "model.layers.4.eh_proj model.layers.4.enorm model.layers.4.hnorm model.layers.4.shared_head.norm"
+GLM_COPIES = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
+# family → (decoder layer that the MTP layer is like, its prefix, projection and norms around it)
+MTP_TENSORS = {
+    "qwen3.5": (1, "mtp.layers.0.", QWEN_AROUND),
+    "qwen3-next": (1, "mtp.layers.0.", QWEN_AROUND),
+    "glm4-moe": (3, "model.layers.4.", GLM_AROUND),
+}
 
 
 def rope(theta: float, **more: float) -> dict[str, Any]:
@@ -66,7 +75,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "glm4_moe",
         {
             "n_routed_experts": 10, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "n_shared_experts": 2, "first_k_dense_replace": 1,
-            "routed_scaling_factor": 2.5, "use_qk_norm": True, "attention_bias": True, "num_mtp_layers": 0,
+            "routed_scaling_factor": 2.5, "use_qk_norm": True, "attention_bias": True, "num_mtp_layers": 1,
         } | rope(1e6, partial_rotary_factor=0.5),
     ),
 }  # fmt: skip
@@ -95,17 +104,17 @@ def fill(model: PreTrainedModel, seed: int) -> None:
             tensor.copy_(normal(tensor, tensor.shape[-1] ** -0.5))
 
 
-def mtp_tensors(stored: dict[str, torch.Tensor], layer: int, seed: int) -> dict[str, torch.Tensor]:
-    """An MTP layer with the shapes of decoder layer `layer`, and the projection and norms around it."""
+def mtp_tensors(stored: dict[str, torch.Tensor], layer: int, own: str, around: str, seed: int) -> dict[str, torch.Tensor]:
+    """An MTP layer like decoder layer `layer`, and the projection and norms `around` it (the projection first)."""
     generator = torch.Generator().manual_seed(seed)
     prefix = f"model.layers.{layer}."
-    shapes = {name.replace(prefix, "mtp.layers.0."): tensor.shape for name, tensor in stored.items() if name.startswith(prefix)}
-    hidden = stored["model.norm.weight"].shape[0]
-    shapes |= {f"mtp.{norm}.weight": torch.Size([hidden]) for norm in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
-    shapes["mtp.fc.weight"] = torch.Size([hidden, 2 * hidden])
+    like = {name.replace(prefix, own): tensor for name, tensor in stored.items() if name.startswith(prefix)}
+    norm = stored["model.norm.weight"]
+    projection, *norms = around.split()
+    like |= {f"{name}.weight": norm for name in norms} | {f"{projection}.weight": torch.empty(len(norm), 2 * len(norm), dtype=norm.dtype)}
     return {
-        name: (torch.randn(shape, generator=generator) * (0.15 if len(shape) == 1 else shape[-1] ** -0.5)).to(torch.bfloat16)
-        for name, shape in sorted(shapes.items())
+        name: (torch.randn(tensor.shape, generator=generator) * (0.15 if tensor.dim() == 1 else tensor.shape[-1] ** -0.5)).to(tensor.dtype)
+        for name, tensor in sorted(like.items())
     }
 
 
@@ -120,8 +129,10 @@ def make(family: str, out: Path, seed: int = SEED) -> Path:
     model.to(torch.bfloat16).save_pretrained(out)
     file = out / "model.safetensors"
     stored = load_file(file) | kept
-    if family in ("qwen3.5", "qwen3-next"):
-        stored |= mtp_tensors(stored, 1, seed + 1)
+    if family in MTP_TENSORS:
+        stored |= mtp_tensors(stored, *MTP_TENSORS[family], seed + 1)
+    if family == "glm4-moe":  # its checkpoints repeat these
+        stored |= {f"model.layers.4.{name}.weight": stored[f"{of}.weight"].clone() for name, of in GLM_COPIES.items()}
     save_file(stored, file, metadata={"format": "pt"})
     return out
 

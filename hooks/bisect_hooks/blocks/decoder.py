@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -135,9 +135,13 @@ class Decoder:
 
     # -- weights --------------------------------------------------------------------------------------------------------------
 
-    def left_out(self, name: str) -> str | None:
+    def mtp_tensors(self, names: Iterable[str], dims: Dimensions) -> list[str]:
+        return self.mtp.tensors(names, dims) if self.mtp else []
+
+    def left_out(self, name: str, dims: Dimensions) -> str | None:
         """Why a reference tensor is not converted, or None.  Names are canonical: `model.visual.*`, `mtp.*`."""
-        return next((why for prefix, why in self.left.items() if name.startswith(prefix)), None)
+        why = next((why for prefix, why in self.left.items() if name.startswith(prefix)), None)
+        return why or (self.mtp.left_out(name, dims) if self.mtp else None)
 
     def rules(self, dims: Dimensions, layout: CheckpointLayout, names: Sequence[str], mtp: bool) -> list[Rule]:
         """The weight table.  `dims` are the reference's; `names` decides between fused and per-expert expert tensors."""

@@ -10,7 +10,7 @@ from bisect_hooks.blocks.config import Key
 from bisect_hooks.blocks.decoder import Decoder
 from bisect_hooks.blocks.feed_forward import Dense, Experts, Shared, sparse_step
 from bisect_hooks.blocks.linear_attention import LinearAttention
-from bisect_hooks.blocks.mtp import LEFT_OUT, Mtp
+from bisect_hooks.blocks.mtp import Mtp
 
 VISION = "the vision tower: text only, the engine keeps its own"
 
@@ -33,5 +33,5 @@ FAMILY = Decoder(
     ),
     mtp=Mtp(Key("mtp_num_hidden_layers", 0)),
     zero_centred=True,
-    left={"model.visual.": VISION, "visual.": VISION, "mtp.": LEFT_OUT},
+    left={"model.visual.": VISION, "visual.": VISION},
 )

@@ -10,7 +10,7 @@ from bisect_hooks.blocks.config import Key
 from bisect_hooks.blocks.decoder import Decoder
 from bisect_hooks.blocks.feed_forward import Dense, Experts, Shared, sparse_step
 from bisect_hooks.blocks.linear_attention import LinearAttention
-from bisect_hooks.blocks.mtp import LEFT_OUT, Mtp
+from bisect_hooks.blocks.mtp import Mtp
 
 FAMILY = Decoder(
     name="qwen3-next",
@@ -26,5 +26,4 @@ FAMILY = Decoder(
     ),
     mtp=Mtp(1),
     zero_centred=True,
-    left={"mtp.": LEFT_OUT},
 )
