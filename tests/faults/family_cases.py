@@ -164,13 +164,15 @@ CASES = {case.id: (t, case) for t in FAMILIES for case in (*clean_of(t), *cases_
 def covering() -> set[str]:
     """For each family one clean run on one rank and one under a layout, and a few faults: over all families every layout and every plant."""
     chosen: set[str] = set()
-    seen: set[str] = set()
+    seen = {("P01", True), ("E01", True)}  # by activations alone: the first drill has them
     for i, t in enumerate(FAMILIES):
         clean = clean_of(t)
         own = [clean[0], clean[1 + i % (len(clean) - 1)]]
-        new = [case for case in cases_of(t) if case.faults[0] not in seen]
-        seen |= {case.faults[0] for case in new}
-        chosen |= {case.id for case in (*own, *new)}
+        for case in cases_of(t):
+            kind = (case.faults[0], bool(case.flags))
+            own += [case] if kind not in seen else []
+            seen.add(kind)
+        chosen |= {case.id for case in own}
     return chosen
 
 

@@ -148,14 +148,14 @@ def rotary(config: Config, percent: float) -> tuple[float, float]:
     """(base, rotated share of each head).  transformers 5 writes rope_parameters; before, rope_theta and rope_scaling stood apart."""
     page: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
-        page |= config.get(Key(name, {}))
-    kind = page.get("rope_type", page.get("type", "default"))
-    if kind != "default":
-        config.not_understood("rope type", kind)
-    else:
-        for name in sorted(set(page) - ROPE_KEYS):
-            if page[name]:
-                config.not_understood(f"rope_parameters.{name}", page[name])
+        said = config.get(Key(name, {}))
+        kind = said.get("rope_type", said.get("type", "default"))
+        if kind != "default":
+            config.not_understood(f"{name} of type", kind)
+        for inner in sorted(set(said) - ROPE_KEYS) if kind == "default" else ():
+            if said[inner]:
+                config.not_understood(f"{name}.{inner}", said[inner])
+        page |= said
     outer = {"rope_theta": config.get(Key("rope_theta", 10000)), "partial_rotary_factor": config.get(Key("partial_rotary_factor", percent))}
     base, share = (page.get(name) or value for name, value in outer.items())
     return float(base), float(share)
