@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-import difflib
+import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
 
-import torch
-from bisect_hooks.family import Family, Setting
+from bisect_hooks.family import Dimensions, Family, Setting
 from bisect_hooks.parallel import Parallel
-from bisect_hooks.site import Site
-from bisect_hooks.table import Cut, Made, Rule, check_total
+from bisect_hooks.site import Site, parse_site
+from bisect_hooks.table import Cut, Made, Rule
 
-from bisect_tool.faults import Finding, Proof, Relation, without_layer
-from bisect_tool.hf_directory import HuggingFaceDirectory
+from bisect_tool.compare import Compared, Row, compare
+from bisect_tool.faults import Finding, Proof, Relation
+from bisect_tool.index import Index
 from bisect_tool.judge import EXACT, Tolerance
-from bisect_tool.measure import Difference, measure
-from bisect_tool.relations import Blocks, Wrong, bits, even_cut, explain, same_bytes
-from bisect_tool.shards import Shard, shard_of, wrong_places
-from bisect_tool.torch_dist import TorchDist
+from bisect_tool.measure import Difference, Sums
+from bisect_tool.orders import WAYS, even_cut, reordered
+from bisect_tool.places import Tensor, steps
+from bisect_tool.relations import Search, Wrong
+from bisect_tool.shards import Shard, shard_of
+from bisect_tool.sides import Cast, Side, StoredSide, TableSide
 
 FAMILY_ROUNDING = Tolerance(0.0, "bytes equal after one rounding to the stored dtype")
+PACKED = re.compile(r"(.*\.(?:in_proj|conv1d)\.(?:weight|bias))\.\w+")
+PADDED = ("embedding", "lm_head")
+# a padding row this much larger than any real row of the vocabulary can win the argmax
+LOUD = 4.0
 
 
 @dataclass(slots=True)
@@ -36,54 +43,29 @@ class Audit:
     missing: list[str] = field(default_factory=list)
     tensors: int = 0
     experts: int = 0
+    read: int = 0
+    holes: int = 0
 
 
 @dataclass(frozen=True)
 class Auditor:
-    """One reference, one candidate, the family's table between them.
+    """A reference side, a candidate side, the family's table between them.
 
     parallel  the layout the candidate was converted under; None when nobody says
     off       config settings that differ, by module: what the candidate's own args switch off is no conversion's fault
+    args      the candidate's own words, where there are any
     """
 
     family: Family
-    reference: HuggingFaceDirectory
-    candidate: TorchDist
+    dims: Dimensions
+    rules: Sequence[Rule] = field(repr=False)
+    reference: Side
+    candidate: Side
     parallel: Parallel | None
     off: Mapping[str, Setting] = field(default_factory=dict)
+    args: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
-    def run(self) -> Audit:
-        audit = Audit()
-        dims = self.family.reference_dimensions(self.reference.config)
-        rules = self.rules
-        if self._mtp_left_out:
-            audit.skipped.append(("mtp.*", f"left out by the candidate's flags (mtp_num_layers is not set): {self._promised} tensors"))
-        wrong: list[Wrong] = []
-        missing: list[tuple[Rule, Made]] = []
-        for rule in rules:
-            for made in rule.candidates:
-                stored = self.stored(rule, made)
-                if stored is None:
-                    missing.append((rule, made))
-                    continue
-                audit.tensors += 1
-                audit.experts += dims.experts if made.cut.expert and "linear_fc1" in made.name else 0
-                found = self.compare(rule, made, stored, audit)
-                if found is not None:
-                    wrong.append(found)
-        self._total(rules, missing, audit)
-        if wrong:
-            self.explain(wrong, audit)
-        return audit
-
-    @cached_property
-    def rules(self) -> list[Rule]:
-        """The table; with MTP where the reference has it and the candidate's args or keys do too."""
-        dims = self.family.reference_dimensions(self.reference.config)
-        mtp = self._promised > 0 and not self._mtp_left_out
-        rules = self.family.rules(dims, self.candidate.layout, self.reference.names, mtp=mtp)
-        check_total(rules)
-        return rules
+    # -- one row at a time ----------------------------------------------------------------------------------------------------
 
     @cached_property
     def rows(self) -> list[tuple[Rule, Made]]:
@@ -91,223 +73,222 @@ class Auditor:
         return [(rule, made) for rule in self.rules for made in rule.candidates]
 
     @cached_property
-    def _promised(self) -> int:
-        return len(self.family.mtp_tensors(self.reference.names, self.family.reference_dimensions(self.reference.config)))
+    def row_of(self) -> Mapping[str, tuple[Rule, Made]]:
+        return {made.name: (rule, made) for rule, made in self.rows}
+
+    def expected(self, name: str) -> Tensor:
+        """What the candidate should hold under a made name, in the reference's dtype."""
+        found = self.reference.tensor(name)
+        assert found is not None, f"the table makes {name} of nothing"
+        return found
+
+    def padding(self, name: str, expected: Tensor, candidate: Tensor) -> int:
+        """Rows that only pad the vocabulary for parallel ranks."""
+        extra = candidate.shape[0] - expected.shape[0] if len(candidate.shape) == len(expected.shape) else 0
+        fits = extra > 0 and candidate.shape[1:] == expected.shape[1:] and isinstance(self.candidate, StoredSide)
+        return extra if fits and self.row_of[name][0].site.module in PADDED else 0
+
+    def compare(self, name: str) -> Compared | None:
+        """One tensor; None when the candidate lacks it, or has it in another shape."""
+        rule, made = self.row_of[name]
+        candidate = self.candidate.tensor(name)
+        if candidate is None:
+            return None
+        expected = self.expected(name)
+        rows = candidate.shape[0] - self.padding(name, expected, candidate)
+        if (rows, *candidate.shape[1:]) != expected.shape:
+            return None
+        return compare(name, rule, made.cut, made.fp32, expected, candidate, self.parallel or Parallel(), rows)
+
+    def wrong(self, compared: Compared) -> Wrong:
+        """A compared tensor with both sides at hand, in the dtype it is stored in."""
+        rule, made = self.row_of[compared.name]
+        candidate = self.candidate.tensor(compared.name)
+        expected = self.expected(compared.name)
+        assert candidate is not None
+        cast = expected if expected.dtype == candidate.dtype else Cast(expected, candidate.dtype)
+        return Wrong(rule, made, cast, candidate, compared, expected.shape[0])
+
+    def explain(self, compared: Compared) -> tuple[Relation, Proof]:
+        """The relation of one wrong tensor."""
+        return self.search.explain(self.wrong(compared))
+
+    def measure(self, name: str) -> Difference:
+        """How far apart, over every element.  Windows where both sides are holes count as compared and equal."""
+        expected, candidate = self.expected(name), self.candidate.tensor(name)
+        assert candidate is not None
+        row, sums = Row(expected, candidate), Sums()
+        for start, stop in steps(expected.shape[0], row.unit, row.bytes):
+            if expected.empty(start, stop) and candidate.empty(start, stop):
+                sums.compared += (stop - start) * math.prod(expected.shape[1:])
+                continue
+            sums.add(expected.rows(start, stop), candidate.rows(start, stop), start)
+        return sums.difference()
 
     @cached_property
-    def _mtp_left_out(self) -> bool:
-        has = any(key.startswith("mtp.") for key in self.candidate.tensors)
-        return self._promised > 0 and not has and not self.candidate.args.get("mtp_num_layers")
+    def search(self) -> Search:
+        names = tuple(name for name, (rule, made) in self.row_of.items() if self.reference.tensor(name) is not None)
+        experts = frozenset(name for name in names if self.row_of[name][1].cut.expert)
+        dtypes = {name: found.dtype for name in names if (found := self.candidate.tensor(name)) is not None}
 
-    def stored(self, rule: Rule, made: Made) -> str | None:
-        names = [made.name, *(alias for name, alias in rule.aliases if name == made.name)]
-        return next((name for name in names if name in self.candidate.tensors), None)
+        def expected(name: str) -> Tensor:
+            found = self.expected(name)
+            return found if dtypes.get(name, found.dtype) == found.dtype else Cast(found, dtypes[name])
 
-    def expected(self, rule: Rule, made: Made) -> torch.Tensor:
-        """What the table makes of the reference, in the reference's dtype."""
-        return rule.forward([self.reference.read(name) for name in rule.references])[made.name]
+        layers = {name: rule.site.layer for name, (rule, _) in self.row_of.items()}
+        std = self.args.get("init_method_std")
+        stds = [std] if isinstance(std, float) and std > 0 else [0.02]
+        return Search(
+            Index(names, experts, expected), layers.get, self.ways, (*stds, *(one / (2 * self.dims.layers) ** 0.5 for one in stds))
+        )
 
-    def compare(self, rule: Rule, made: Made, stored: str, audit: Audit) -> Wrong | None:
-        expected, candidate = self.expected(rule, made), self.candidate.read(stored)
-        if rule.site.module in ("embedding", "lm_head") and candidate.shape[0] > expected.shape[0]:
-            audit.notes.append(f"{stored} has {candidate.shape[0] - expected.shape[0]} padding rows, not compared")
-            candidate = candidate[: expected.shape[0]].contiguous()
-        if candidate.shape != expected.shape:
-            audit.findings.append(self._shape_finding(rule, made, stored, expected, candidate))
+    @property
+    def ways(self) -> Sequence[int]:
+        """Tensor parallel sizes that something may have been cut or joined for."""
+        if self.parallel is None or isinstance(self.candidate, TableSide):
+            return WAYS
+        return sorted({self.parallel.tp, self.parallel.expert_tp} - {1})
+
+    # -- packed projections ---------------------------------------------------------------------------------------------------
+
+    def packs(self, wrong: Iterable[str]) -> dict[str, list[str]]:
+        """Packed projections (in_proj, conv1d of the native layout) with a wrong part: prefix → every part's name, in packing order."""
+        found = {match[1] for name in wrong if (match := PACKED.fullmatch(name))}
+        return {prefix: [name for name in self.row_of if (m := PACKED.fullmatch(name)) and m[1] == prefix] for prefix in sorted(found)}
+
+    def explain_pack(self, names: Sequence[str]) -> tuple[Relation, Proof] | None:
+        """Whether a packed projection was cut, or joined, with no regard to its parts."""
+        pairs = []
+        for name in names:
+            candidate = self.candidate.tensor(name)
+            if candidate is None or candidate.shape != self.expected(name).shape:
+                return None
+            pairs.append((self.expected(name).rows(0, candidate.shape[0]).to(candidate.dtype), candidate.rows(0, candidate.shape[0])))
+        found = even_cut(pairs, self.ways)
+        if found is None:
             return None
-        wide = torch.promote_types(expected.dtype, candidate.dtype)
-        if same_bytes(expected.to(wide), candidate.to(wide)):
-            return None
-        cast = expected.to(candidate.dtype)
-        if made.fp32 and same_bytes(expected.to(torch.bfloat16).to(wide), candidate.to(wide)):
-            audit.minor.append(self._rounded(rule, stored, measure(expected, candidate)))
-            return None
-        if candidate.dtype != expected.dtype and same_bytes(cast, candidate):
-            audit.notes.append(f"{stored} is the reference rounded once, {_short(expected.dtype)} to {_short(candidate.dtype)}")
-            return None
-        return Wrong(rule, made, stored, cast, candidate, measure(expected, candidate))
+        how, size = found
+        twice = even_cut(pairs, [2 * size])
+        done = "cut the packed rows evenly over" if how == "cut" else "join the packed rows of"
+        proof = Proof(
+            f"{done} {size} tensor parallel ranks, compare every byte", None, 0.0,
+            f"over {2 * size} ranks it {'fits too' if twice else 'does not fit'}; part by part it differs by {{before}}",
+        )  # fmt: skip
+        return Relation("even-cut", {"parts": len(names), "size": size} | ({"how": how} if how == "joined" else {})), proof
 
-    def explain(self, wrong: list[Wrong], audit: Audit) -> None:
-        """Adds a finding for each wrong tensor, with the relation that reproduces it."""
-        layer_of = {made.name: rule.site.layer for rule, made in self.rows}
-        for one in self._even_cuts(wrong, audit):
-            relation, proof = explain(one, self._blocks, self._as_stored, layer_of.get)
-            audit.findings += self._findings(one, relation, proof)
+    # -- findings -------------------------------------------------------------------------------------------------------------
 
-    @cached_property
-    def _as_stored(self) -> Callable[[str], torch.Tensor]:
-        """What the table makes of the reference for a candidate tensor, in the dtype that tensor is stored in."""
-        of = {made.name: (rule, made) for rule, made in self.rows}
-
-        @lru_cache(maxsize=8)
-        def expected(name: str) -> torch.Tensor:
-            stored = self.stored(*of[name])
-            tensor = self.expected(*of[name])
-            return tensor if stored is None else tensor.to(self.candidate.tensors[stored].dtype)
-
-        return expected
-
-    @cached_property
-    def _blocks(self) -> Blocks:
-        return Blocks(self.rows, self._as_stored)
-
-    def _findings(self, one: Wrong, relation: Relation, proof: Proof) -> list[Finding]:
-        """One finding a part whose rows are wrong (only gate rows of linear_qkv: the gate; any other: attention)."""
-        parts = one.rule.parts(one.made.name, one.candidate)
-        expected = one.rule.parts(one.made.name, one.expected)
-        unequal = [site for site in parts if not same_bytes(parts[site].contiguous(), expected[site].contiguous())]
-        site = one.rule.site if one.rule.site in unequal else unequal[0]
-        return [self._finding(site, one, relation, proof)]
-
-    def _finding(self, site: Site, one: Wrong, relation: Relation, proof: Proof) -> Finding:
-        unequal = bits(one.candidate) != bits(one.expected)
-        padding = self.candidate.tensors[one.stored].shape[0] - len(unequal)  # rows of the vocabulary, which tp cuts too
-        if padding > 0:
-            unequal = torch.cat([unequal, unequal.new_zeros(padding, *unequal.shape[1:])])
-        shard = self._shard(site, one.made.cut, unequal)
-        names = tuple(self.reference.on_disk(name) for name in one.rule.references[:4])
-        return Finding("conversion", site, shard, (names, (one.stored,)), one.difference, EXACT, relation, proof)
-
-    def _even_cuts(self, wrong: list[Wrong], audit: Audit) -> list[Wrong]:
-        """Packed projections (in_proj, conv1d of the native layout) that were cut with no regard to their parts."""
-        ways = [self.parallel.tp] if self.parallel is not None else [2, 4, 8, 16]
-        packs: dict[str, list[Wrong]] = {}
+    def findings_of(self, names: Iterable[str]) -> list[Finding]:
+        """Compares and explains some tensors on the spot: what the forward stage asks about a located site."""
+        compared = [one for name in names if (one := self.compare(name)) is not None and not one.equal]
+        audit = Audit()
+        wrong = [one for one in compared if not self.settle(one, audit)]
+        packed: dict[str, tuple[Relation, Proof]] = {}
+        for parts in self.packs(one.name for one in wrong).values():
+            found = self.explain_pack(parts)
+            if found is not None:
+                packed |= dict.fromkeys(parts, found)
         for one in wrong:
-            match = re.fullmatch(r"(.*\.(?:in_proj|conv1d)\.weight)\.\w+", one.made.name)
-            if match:
-                packs.setdefault(match[1], []).append(one)
-        explained: set[str] = set()
-        for prefix, found in packs.items():
-            parts = self._parts_of(prefix, {one.made.name: one for one in found})
-            size = even_cut(parts, [way for way in ways if way > 1])
-            if size is None:
-                continue
-            relation = Relation("even-cut", {"parts": len(parts), "size": size})
-            also = "fits too" if even_cut(parts, [2 * size]) else "does not fit"
-            for one in found:
-                proof = Proof(
-                    f"cut the packed rows evenly over {size} tensor parallel ranks, compare every byte", one.difference.relative_rms, 0.0,
-                    f"an even cut over {2 * size} ranks {also}; cut part by part it differs by {one.difference.relative_rms:.2g}",
-                )  # fmt: skip
-                audit.findings.append(self._finding(one.rule.site, one, relation, proof))
-                explained.add(one.made.name)
-        return [one for one in wrong if one.made.name not in explained]
+            relation, proof = packed.get(one.name) or self.explain(one)
+            audit.findings += self.findings(one, relation, proof)
+        return [*audit.findings, *audit.minor]
 
-    def _parts_of(self, prefix: str, wrong: Mapping[str, Wrong]) -> list[Wrong | tuple[torch.Tensor, torch.Tensor]]:
-        parts: list[Wrong | tuple[torch.Tensor, torch.Tensor]] = []
-        for rule, made in self.rows:
-            if made.name.startswith(prefix + "."):
-                expected = None if made.name in wrong else self.expected(rule, made)
-                parts.append(wrong[made.name] if expected is None else (expected, self.candidate.read(made.name)))
-        return parts
-
-    def _total(self, rules: list[Rule], missing: list[tuple[Rule, Made]], audit: Audit) -> None:
-        """Every tensor on both sides is accounted for: made by a row, left out on purpose, or a finding by name."""
-        known = {
-            name for rule in rules for made in rule.candidates for name in (made.name, *(a for n, a in rule.aliases if n == made.name))
-        }
-        extra = [key for key in self.candidate.tensors if key not in known]
-        renamed: dict[str, str] = {}
-        for rule, made in missing:
-            expected = self.expected(rule, made)
-            same = [key for key in extra if key not in renamed.values() and self._equal(key, expected)]
-            if same:
-                renamed[made.name] = same[0]
-                audit.findings.append(self._names_only(rule, made, same[0], expected))
-            else:
-                audit.findings.append(self._missing(rule, made, extra))
-        for key in extra:
-            if key in renamed.values():
-                continue
-            near = difflib.get_close_matches(key, known, n=1)
-            site = next((rule.site for rule in rules for made in rule.candidates if near and made.name == near[0]), Site("embedding"))
-            audit.findings.append(self._extra(key, site))
-        read = {name for rule in rules for name in rule.references}
-        left: dict[str, int] = {}
-        dims = self.family.reference_dimensions(self.reference.config)
-        mtp = set(self.family.mtp_tensors(self.reference.names, dims))
-        for name in self.reference.names:
-            if name not in read:
-                why = self.family.left_out(name, dims)
-                if why is None:
-                    near = difflib.get_close_matches(name, read, n=2)
-                    audit.missing.append(
-                        f"{self.reference.on_disk(name)}: no row of the table reads it (nearest: {', '.join(near) or 'none'})"
-                    )
-                elif name not in mtp or not any(what == "mtp.*" for what, _ in audit.skipped):
-                    left[why] = left.get(why, 0) + 1
-        audit.skipped += [(f"{count} reference tensors", why) for why, count in left.items()]
-
-    def _equal(self, key: str, expected: torch.Tensor) -> bool:
-        stored = self.candidate.tensors[key]
-        return stored.shape == tuple(expected.shape) and stored.dtype == expected.dtype and same_bytes(self.candidate.read(key), expected)
-
-    def _names_only(self, rule: Rule, made: Made, key: str, expected: torch.Tensor) -> Finding:
-        shard = self._shard(rule.site, made.cut, None)
-        tail = key.rsplit(".", 2)[-2] if key.count(".") > 1 else key
-        proof = Proof(f"read it as {made.name}: every byte is equal", None, 0.0, "no other tensor of the candidate equals it")
-        names = tuple(self.reference.on_disk(name) for name in rule.references[:4])
-        return Finding("conversion", rule.site, shard, (names, (key,)), None, EXACT, Relation("names-only", {"name": tail}), proof)
-
-    def _missing(self, rule: Rule, made: Made, extra: list[str]) -> Finding:
-        setting = self.off.get(rule.site.module)
-        names = tuple(self.reference.on_disk(name) for name in rule.references[:4])
-        shard = self._shard(rule.site, made.cut, None)
-        near = difflib.get_close_matches(made.name, extra, n=1)
-        if setting is not None:
-            detail = {"flag": setting.flag, "switched": "off"}
-            proof = Proof(
-                f"the candidate's args say {setting.arg} is off, so no such tensor is made",
-                None,
-                None,
-                "tensors of the other modules are all there",
+    def settle(self, compared: Compared, audit: Audit) -> bool:
+        """Whether an unequal tensor is a rounding that is allowed or minor; adds what has to be said of it."""
+        if compared.bf16 or compared.coarse:
+            audit.minor.append(self.rounded(compared))
+            return True
+        if compared.once:
+            candidate = self.candidate.tensor(compared.name)
+            assert candidate is not None
+            names = self.candidate.names(compared.name)
+            audit.notes.append(
+                f"{names[0]} is the reference rounded once, {_short(self.expected(compared.name).dtype)} to {_short(candidate.dtype)}"
             )
-            return Finding("model-definition", rule.site, shard, (names, (made.name,)), None, EXACT, Relation("missing", detail), proof)
-        detail = {"nearest": near[0]} if near else {}
-        proof = Proof("look for it by name and by bytes among the candidate's tensors", None, None, "every tensor that is there was found")
+            return True
+        return False
+
+    def findings(self, compared: Compared, relation: Relation, proof: Proof) -> list[Finding]:
+        """One wrong tensor, at the site whose rows are wrong (only gate rows of linear_qkv: the gate; any other: attention)."""
+        rule, made = self.row_of[compared.name]
+        sites = [parse_site(site) for site in compared.sites] or [rule.site]
+        site = rule.site if rule.site in sites else sites[0]
+        return [self.finding(site, made, relation, proof, compared.places)]
+
+    def finding(
+        self,
+        site: Site,
+        made: Made,
+        relation: Relation,
+        proof: Proof,
+        places: Iterable[tuple[int, ...]] | None = None,
+        cls: str = "conversion",
+    ) -> Finding:
+        shard = self.shard(site, made.cut, places)
+        names = (self.reference.names(made.name), self.candidate.names(made.name))
         return Finding(
-            "conversion",
-            rule.site,
-            shard,
-            (names, (made.name,)),
-            None,
-            EXACT,
-            Relation("missing", detail, rule=without_layer(near[0]) if near else ""),
-            proof,
+            cls, site, shard, names, None, EXACT, relation, proof, between=(self.reference.word, self.candidate.word), made=made.name
         )
 
-    def _extra(self, key: str, site: Site) -> Finding:
-        shard = self._shard(site, Cut(""), None)
-        proof = Proof("look for a row of the table that makes it", None, None, "every other tensor has one")
-        return Finding(
-            "conversion", site, shard, ((), (key,)), None, EXACT, Relation("extra", {"name": key}, rule=without_layer(key)), proof
-        )
+    def rounded(self, compared: Compared) -> Finding:
+        """Kept in float32 by the family and rounded through bfloat16 by the candidate: minor."""
+        rule, made = self.row_of[compared.name]
+        side = "reference" if compared.bf16 else "candidate"
+        proof = Proof(f"round the {side} through bfloat16, compare every byte", None, 0.0, "unrounded it differs by {before}")
+        detail = {"through": "bfloat16"} | ({} if compared.bf16 else {"side": "reference"})
+        found = self.finding(rule.site, made, Relation("rounded", detail), proof)
+        return replace(found, tolerance=FAMILY_ROUNDING, minor=True)
 
-    def _shape_finding(self, rule: Rule, made: Made, stored: str, expected: torch.Tensor, candidate: torch.Tensor) -> Finding:
-        names = tuple(self.reference.on_disk(name) for name in rule.references[:4])
-        detail = {"expected": list(expected.shape), "stored": list(candidate.shape)}
+    def other_shape(self, name: str) -> Finding:
+        """A tensor that is there in another shape: rows too many, a transpose, or what the args make it."""
+        rule, made = self.row_of[name]
+        expected, candidate = self.expected(name), self.candidate.tensor(name)
+        assert candidate is not None
+        want, got = expected.shape, candidate.shape
+        if rule.site.module in PADDED and want[1:] == got[1:] and got[0] > want[0]:
+            relation = Relation("extra", {"rows": got[0] - want[0]}, rule="padding rows")
+            proof = Proof("count the rows of the vocabulary", None, None, f"without the last {got[0] - want[0]} rows the shapes are equal")
+            return self.finding(rule.site, made, relation, proof)
+        if len(want) == len(got) == 3 and want[0] == got[0] and (want[1], want[2]) == (got[2], got[1]):
+            cast = Cast(expected, candidate.dtype)
+            changes = [reordered(cast.rows(e, e + 1)[0], candidate.rows(e, e + 1)[0], ()) for e in range(want[0])]
+            if all(change is not None and change.kind == "transpose" for change in changes):
+                proof = Proof("transpose every expert of the reference, compare every byte", None, 0.0, "as they are, the shapes differ")
+                return self.finding(rule.site, made, Relation("transpose"), proof)
+        if len(want) == len(got) == 2 and want == (got[1], got[0]):
+            change = reordered(Cast(expected, candidate.dtype).rows(0, want[0]), candidate.rows(0, got[0]), ())
+            if change is not None:
+                return self.finding(
+                    rule.site, made, Relation("transpose"), Proof(change.experiment, None, 0.0, "as it is, the shapes differ")
+                )
         cls = "model-definition" if rule.site.module in self.off else "conversion"
         proof = Proof("compare shapes", None, None, "no element can be compared")
-        return Finding(
-            cls, rule.site, self._shard(rule.site, made.cut, None), (names, (stored,)), None, EXACT, Relation("unknown", detail), proof
+        return self.finding(rule.site, made, Relation("unknown", {"expected": list(want), "stored": list(got)}), proof, cls=cls)
+
+    def loud_padding(self, name: str) -> Finding | None:
+        """Padding rows of the output layer that can win the argmax: larger than any real row by far."""
+        rule, made = self.row_of[name]
+        expected, candidate = self.expected(name), self.candidate.tensor(name)
+        if candidate is None or rule.site.module != "lm_head" or not self.padding(name, expected, candidate):
+            return None
+        real = max(float(candidate.rows(a, b).float().norm(dim=-1).max()) for a, b in steps(expected.shape[0], 1, Row(candidate).bytes))
+        pad = float(candidate.rows(expected.shape[0], candidate.shape[0]).float().norm(dim=-1).max())
+        if pad <= LOUD * real:
+            return None
+        last = self.parallel.tp - 1 if self.parallel is not None else 0
+        proof = Proof(
+            f"the largest padding row has norm {pad:.3g}", pad, None, f"the largest of the {expected.shape[0]} real rows has {real:.3g}"
         )
+        places = [(last, cp) for cp in range(self.parallel.cp if self.parallel else 1)]
+        rows = candidate.shape[0] - expected.shape[0]
+        return self.finding(rule.site, made, Relation("extra", {"rows": rows, "norm": pad / real}, rule="padding rows"), proof, places)
 
-    def _rounded(self, rule: Rule, stored: str, difference: Difference) -> Finding:
-        names = tuple(self.reference.on_disk(name) for name in rule.references[:4])
-        proof = Proof("round the reference through bfloat16, compare every byte", difference.relative_rms, 0.0, "unrounded it differs")
-        made = rule.candidates[0]
-        return Finding(
-            "conversion", rule.site, self._shard(rule.site, made.cut, None), (names, (stored,)), difference, FAMILY_ROUNDING,
-            Relation("rounded", {"through": "bfloat16"}), proof, minor=True,
-        )  # fmt: skip
-
-    def _shard(self, site: Site, cut: Cut, unequal: torch.Tensor | None) -> Shard:
-        """Where a wrong tensor lies in the layout it was converted under; `unequal` None is everywhere."""
+    def shard(self, site: Site, cut: Cut, places: Iterable[tuple[int, ...]] | None) -> Shard:
+        """Where a wrong tensor lies in the layout it was converted under; `places` None is everywhere."""
         parallel = self.parallel or Parallel()
-        inside = None if unequal is None else wrong_places(cut, unequal, parallel)
-        layers = self.family.reference_dimensions(self.reference.config).layers
-        return shard_of(site, parallel, "unknown" if self.parallel is None else "conversion", layers, inside, expert=cut.expert)
+        of = "unknown" if self.parallel is None else "conversion"
+        return shard_of(site, parallel, of, self.dims.layers, places, expert=cut.expert)
 
 
-def _short(dtype: torch.dtype) -> str:
+def _short(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")

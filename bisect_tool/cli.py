@@ -159,22 +159,37 @@ def run(prompts: str, reference: Path | None, candidate: Path | None, parallel: 
 
 @cli.command("audit")
 @click.option("--reference", type=DIRECTORY, required=True, help="Hugging Face directory.")
-@click.option("--candidate", type=DIRECTORY, required=True, help="torch_dist checkpoint.")
+@click.option("--candidate", type=DIRECTORY, help="Megatron checkpoint: torch_dist or legacy (mp_rank_*).")
+@click.option("--export", type=DIRECTORY, help="Hugging Face directory exported from the candidate; instead of it, or beside it.")
+@click.option("--repair", type=DIRECTORY, metavar="OUT", help="Write the candidate as reference and table say it should be.")
+@click.option("--sibling-reference", type=DIRECTORY, help="A model that works, to hold this one against: its Hugging Face directory.")
+@click.option("--sibling-candidate", type=DIRECTORY, help="And its checkpoint.")
+@click.option("--jobs", type=click.IntRange(min=1), help="Processes (default: one a core for large models).")
 @click.option("--strict", is_flag=True, help="Minor findings count as faults.")
 @parallel_options
 @out_option
-def audit_command(reference: Path, candidate: Path, parallel: Parallel | None, strict: bool, out: Path) -> int:
+def audit_command(reference: Path, candidate: Path | None, parallel: Parallel | None, out: Path, **options: Any) -> int:
     """The weights stage alone: no model is built, no forward is run.
 
-    The parallel flags say how the candidate was converted; without them its args do.
+    The parallel flags say how the candidate was converted; without them its args do, or the files its ranks wrote.
+    Killed and run again with the same --out, it goes on where it was.  Under torchrun the ranks share the work.
     """
+    if candidate is None and options["export"] is None:
+        raise UsageError("audit needs --candidate, --export or both")
+    if (options["sibling_reference"] is None) != (options["sibling_candidate"] is None):
+        raise UsageError("give --sibling-reference and --sibling-candidate together")
+    if options["repair"] is not None and candidate is None:
+        raise UsageError("--repair writes a candidate: give --candidate")
     _start(out)
-    from bisect_tool import ladder
+    from bisect_tool import auditing, ladder
 
     job = ladder.Job(
-        reference, candidate, converted=parallel, parallel=parallel or Parallel(), stages=("weights",), strict=strict, command=_command()
-    )
-    return _judge(ladder.climb(job), out)
+        reference, candidate, converted=parallel, parallel=parallel or Parallel(), stages=("weights",), strict=options["strict"],
+        command=_command(), progress=Progress(), export=options["export"], jobs=options["jobs"], out=out,
+    )  # fmt: skip
+    sibling = (options["sibling_reference"], options["sibling_candidate"]) if options["sibling_reference"] else None
+    found = auditing.audit(job, options["repair"], sibling)
+    return _judge(found, out) if found is not None else 0
 
 
 @cli.command()
@@ -297,11 +312,13 @@ class Progress:
     """Says on stderr what is being done, once a run takes longer than two seconds."""
 
     def __init__(self) -> None:
-        self.started = time.monotonic()
+        self.started = self.said = time.monotonic()
 
     def __call__(self, what: str) -> None:
-        seconds = time.monotonic() - self.started
-        if seconds > 2:
+        now = time.monotonic()
+        seconds = now - self.started
+        if seconds > 2 and now - self.said > 1:
+            self.said = now
             click.echo(f"{seconds:5.1f} s  {what}", err=True)
 
 

@@ -18,9 +18,9 @@ from bisect_hooks.table import check_total
 
 from bisect_tool.args import conversion_args
 from bisect_tool.candidate import Built
+from bisect_tool.checkpoint import TRACKER
 from bisect_tool.hf_directory import HuggingFaceDirectory, open_hf
 from bisect_tool.ranks import WORLDS
-from bisect_tool.torch_dist import TRACKER
 
 RELEASE = "release"
 

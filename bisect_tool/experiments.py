@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from bisect_hooks.site import Site
 from bisect_hooks.table import Made, Rule
 
-from bisect_tool.audit import Audit, Auditor
+from bisect_tool.audit import Auditor
 from bisect_tool.config_check import Mismatch, config_relation, explanation
 from bisect_tool.faults import Finding, Proof, Relation
 from bisect_tool.flow import site_name, word
@@ -32,6 +33,7 @@ class Lab:
     bench: Bench
     located: Located
     auditor: Auditor
+    reference: Path
     mismatches: Sequence[Mismatch]
     probes: list[str] = field(default_factory=list)
 
@@ -62,9 +64,9 @@ class Lab:
         )
         keys = sorted({name for found in suspects.values() for one in found for name in one.tensors[1]})
         others = sorted(made.name for _, made in self._rows() if made.name not in keys)
-        self.bench.run.put_reference(self.auditor.reference.path, others)
+        self.bench.run.put_reference(self.reference, others)
         control = self.bench.one_pass()
-        self.bench.run.put_reference(self.auditor.reference.path, keys)
+        self.bench.run.put_reference(self.reference, keys)
         cured = self.bench.one_pass()
         self.bench.run.build()  # back to what the file says
         decided = {}
@@ -93,17 +95,8 @@ class Lab:
     def _unequal(self, site: Site, named: Site) -> list[Finding]:
         """Findings of the weights stage for the tensors of one located site."""
         names = {word(site), word(named), *WEIGHTS_OF.get(word(site), ())}
-        rows = [(rule, made) for rule, made in self._rows() if rule.site.layer == site.layer and word(rule.site) in names]
-        audit = Audit()
-        wrong = []
-        for rule, made in rows:
-            stored = self.auditor.stored(rule, made)
-            found = self.auditor.compare(rule, made, stored, audit) if stored else None
-            if found is not None:
-                wrong.append(found)
-        if wrong:
-            self.auditor.explain(wrong, audit)
-        return [*audit.findings, *audit.minor]
+        rows = [made.name for rule, made in self._rows() if rule.site.layer == site.layer and word(rule.site) in names]
+        return self.auditor.findings_of(rows)
 
     def _rows(self) -> list[tuple[Rule, Made]]:
         return [(rule, made) for rule, made in self.auditor.rows if rule.site.module != "mtp"]
@@ -145,7 +138,7 @@ class Lab:
                 break
             run = replace(self.bench.run, args=self.bench.run.args | {one.setting.arg: one.setting.expected})
             if run.build():
-                run.put_reference(self.auditor.reference.path, None)  # parameters that only now exist are in no file
+                run.put_reference(self.reference, None)  # parameters that only now exist are in no file
             result = replace(self.bench, run=run).one_pass()
             cured = [site for site in left if self._agrees(result, site)]
             self.probes.append(f"{one.setting.flag} as config.json has it: {len(cured)} of {len(left)} located drift(s) gone")

@@ -25,13 +25,16 @@ def explanation(fault: Fault) -> tuple[str, str]:
     said, do = SENTENCES[first.relation.kind](first.relation.detail, first)
     if first.relation.kind == "unknown" and first.tolerance is not None and first.shard.of == "run":
         return _drift(fault)
+    reference, candidate = first.between
+    said = said.replace("the reference's", f"the {reference}'s").replace("the candidate", f"the {candidate}")
     return f"{where(fault)}: {said}.", f"{do}."
 
 
 def where(fault: Fault) -> str:
     """'Conversion fault from layer 0 on, in layers 0 to 7: routed experts (fc1, fc2) on EP ranks 1 to 3 (converted at EP 4)'"""
     first, shard = fault.first, str(fault.shard or fault.first.shard)
-    cls = "Precision lost" if first.minor else CLASSES.get(first.cls, f"{str(first.cls).capitalize()} fault")
+    rounded = first.relation is not None and first.relation.kind == "rounded"
+    cls = ("Precision lost" if rounded else "Left out") if first.minor else CLASSES.get(first.cls, f"{str(first.cls).capitalize()} fault")
     layers = fault.layers
     at = f" from layer {layers[0]} on, in layers {span(layers)}" if len(layers) > 1 else f" in layer {layers[0]}" if layers else ""
     names = (
@@ -54,11 +57,15 @@ def _drift(fault: Fault) -> tuple[str, str]:
     return f"{where(fault)}: what it gives leaves the reference's by {size} relative rms, on the reference's own inputs.", do
 
 
-def _duplicate(detail: Mapping[str, Any], _first: Finding) -> tuple[str, str]:
+def _duplicate(detail: Mapping[str, Any], first: Finding) -> tuple[str, str]:
+    if "axis" in detail:
+        what = "rows" if detail["axis"] == 0 or first.site.module == "experts" else "columns"
+        return f"{what} repeat each other, {detail['wrong']} of {detail['of']} are wrong; the map is {detail['map']}", AGAIN
     if detail["modulus"]:
         said = f"expert e holds the reference's expert e mod {detail['modulus']}; {detail['wrong']} of {detail['of']} are wrong"
         return said, "Convert again with global expert numbers (slime#1799: the converter used each EP rank's local number)"
-    return f"experts repeat each other, {detail['wrong']} of {detail['of']} are wrong; the map is {detail['map']}", AGAIN
+    shown = detail["map"] if isinstance(detail["map"], str) else f"{str(detail['map'][:12])[:-1]}, ..]"
+    return f"experts repeat each other, {detail['wrong']} of {detail['of']} are wrong; expert e holds expert {shown}", AGAIN
 
 
 def _permutation(_detail: Mapping[str, Any], first: Finding) -> tuple[str, str]:
@@ -70,20 +77,28 @@ def _permutation(_detail: Mapping[str, Any], first: Finding) -> tuple[str, str]:
 
 
 def _even_cut(detail: Mapping[str, Any], _first: Finding) -> tuple[str, str]:
-    said = f"a packed projection of {detail['parts']} parts was cut evenly over {detail['size']} tensor parallel ranks, with no regard to the parts"
-    return said, "Convert again and cut each part over the ranks on its own (Megatron-Bridge#1690)"
+    joined = detail.get("how") == "joined"
+    done = "joined from" if joined else "cut evenly over"
+    said = f"a packed tensor of {detail['parts']} parts was {done} {detail['size']} tensor parallel ranks, with no regard to the parts"
+    return said, "Convert again and " + ("join" if joined else "cut") + " each part over the ranks on its own (Megatron-Bridge#1690, #2013)"
 
 
 def _other_layer(detail: Mapping[str, Any], _first: Finding) -> tuple[str, str]:
     offset = detail["offset"]
+    some = f"{len(detail['experts'])} experts of " if "experts" in detail else ""
     return (
-        f"layer i holds the reference's layer i {'+' if offset > 0 else '-'} {abs(offset)}",
+        f"{some}layer i hold{'' if some else 's'} the reference's layer i {'+' if offset > 0 else '-'} {abs(offset)}",
         "Look at the layer offset of the pipeline stages",
     )
 
 
 def _missing(detail: Mapping[str, Any], first: Finding) -> tuple[str, str]:
     name = first.tensors[1][0] if first.tensors[1] else str(first.site)
+    if "promised" in detail:
+        return (
+            f"{detail['tensors']} {detail['name']} tensors are not in the candidate, whose config.json promises them ({detail['promised']})",
+            ("Harmless for text; set it to 0, or copy them from the original for speculative decoding"),
+        )
     if "flag" in detail:
         return (
             f"{name} is not there: {detail['flag']} is off in the candidate's args, so the reference's tensor was dropped",
@@ -101,6 +116,57 @@ def _unknown(detail: Mapping[str, Any], _first: Finding) -> tuple[str, str]:
     return said, "Compare one tensor of it by hand (bisect-tool hash DIR lists digests)"
 
 
+def _part(detail: Mapping[str, Any]) -> str:
+    """Which part of a tensor a change covers, where it is not all of it."""
+    if "experts" in detail:
+        return (
+            f" in {detail['wrong']} of {detail['of']} experts ({span(detail['experts'][:8])}{' ..' if len(detail['experts']) > 8 else ''})"
+        )
+    if "rows" in detail and isinstance(detail["rows"], list):
+        return f" in rows {', '.join(f'{start} to {stop - 1}' for start, stop in detail['rows'][:4])}{' ..' if len(detail['rows']) > 4 else ''}"
+    return ""
+
+
+def _rounded(detail: Mapping[str, Any], first: Finding) -> tuple[str, str]:
+    if not first.minor:
+        return f"it is the reference's, rounded through {detail['through']}{_part(detail)}", "Convert again without that rounding"
+    if detail.get("side") == "reference":
+        return (
+            "kept in float32 by the family; the reference's is rounded through bfloat16, the candidate's is not",
+            "Nothing: it holds more than the reference",
+        )
+    said = f"kept in float32 by the family, held rounded through {detail['through']} by the candidate"
+    return said, "Harmless for text; convert with these tensors kept in float32 to get it back"
+
+
+def _init(detail: Mapping[str, Any], _first: Finding) -> tuple[str, str]:
+    if detail["distribution"] == "constant":
+        said = f"every element is {detail['value']:g}, as an initialisation leaves it"
+    else:
+        said = f"it looks like a fresh initialisation (normal, standard deviation {detail['std']:g}) that never saw the reference's values"
+    return said + _part(detail), "It was never loaded: look for the mapping that is missing. " + AGAIN
+
+
+def _extra(detail: Mapping[str, Any], first: Finding) -> tuple[str, str]:
+    if "norm" in detail:
+        said = f"its {detail['rows']} padding rows are up to {detail['norm']:.3g} times as large as any real row, so that a padded token can win"
+        return said, "Zero the padding rows, and cut them off on export"
+    if "rows" in detail:
+        return f"the candidate keeps {detail['rows']} padding rows of the vocabulary", "Cut them off on export"
+    name = detail["name"]
+    return f"{name} is in the candidate and no row of the table makes it", "Is the checkpoint of another model? Is its mapping missing?"
+
+
+def _stale(detail: Mapping[str, Any], first: Finding) -> tuple[str, str]:
+    if first.between[1] == "export":
+        said = f"the candidate holds it twice, and the two disagree: {first.tensors[1][0]} is still the {detail['of']}'s"
+        return said, "Remove the old tensors from the export: a loader may take them and drop the trained ones"
+    return (
+        f"it is still exactly the {detail['of']}'s while its neighbours moved",
+        "Was it frozen, or never saved? Look at what was trained and at the save",
+    )
+
+
 SENTENCES: dict[str, Callable[[Mapping[str, Any], Finding], tuple[str, str]]] = {
     "duplicate": _duplicate,
     "permutation": _permutation,
@@ -108,17 +174,21 @@ SENTENCES: dict[str, Callable[[Mapping[str, Any], Finding], tuple[str, str]]] = 
     "other-layer": _other_layer,
     "missing": _missing,
     "unknown": _unknown,
-    "rounded": lambda detail, _: (
-        f"kept in float32 by the family, held rounded through {detail['through']} by the candidate",
-        "Harmless for text; convert with these tensors kept in float32 to get it back"
+    "rounded": _rounded,
+    "init": _init,
+    "extra": _extra,
+    "stale": _stale,
+    "scale": lambda detail, _: (f"it is the reference's times {detail['value']:g}{_part(detail)}", AGAIN),
+    "offset": lambda detail, _: (f"it is the reference's plus {detail['value']:g}{_part(detail)}", AGAIN),
+    "block-interleave": lambda detail, _: (
+        f"its {detail['parts']} parts alternate in blocks of {detail['block']} instead of standing one after another{_part(detail)}", AGAIN
     ),
-    "halves-swapped": lambda *_: ("the two halves are exchanged", AGAIN),
-    "transpose": lambda *_: ("it is the reference's tensor transposed", AGAIN),
+    "halves-swapped": lambda detail, _: (f"the two halves are exchanged{_part(detail)}", AGAIN),
+    "transpose": lambda detail, _: (f"it is the reference's tensor transposed{_part(detail)}", AGAIN),
     "other-tensor": lambda detail, _: (f"it holds what belongs in {detail['name']}", AGAIN),
     "names-only": lambda detail, _: (
         f"the values are right under the name {detail['name']}, which a loader would drop", "Rename the tensors, or drop the flag that renames them"
     ),
-    "extra": lambda detail, _: (f"{detail['name']} is in the candidate and no row of the table makes it", "Is the checkpoint of another model?"),
-    "zero": lambda *_: ("every element is zero", "Was it ever loaded? " + AGAIN),
-    "nan": lambda *_: ("every element is NaN", "Was it ever loaded? " + AGAIN),
+    "zero": lambda detail, _: (f"every element is zero{_part(detail)}", "Was it ever loaded? " + AGAIN),
+    "nan": lambda detail, _: (f"every element is NaN{_part(detail)}", "Was it ever loaded? " + AGAIN),
 }  # fmt: skip

@@ -52,7 +52,7 @@ class Proof:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong at one site."""
+    """One thing that is wrong at one site.  made: the weight table's name of the tensor, where it is one"""
 
     cls: str | None
     site: Site
@@ -67,6 +67,7 @@ class Finding:
     between: tuple[str, str] = REFERENCE_CANDIDATE
     shows_at: str | None = None
     minor: bool = False
+    made: str = ""
 
 
 @dataclass(frozen=True, slots=True)

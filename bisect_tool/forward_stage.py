@@ -42,7 +42,7 @@ def run_forward(job: Job, result: StageResult, answers: list[dict[str, str]]) ->
     located = bench.locate(lambda number, found: result.probes.append(_pass_line(number, found)))
     findings = {site: to_finding(bench, located, site) for site in located.sites}
     if findings:
-        lab = Lab(bench, located, job.auditor, job.mismatches)
+        lab = Lab(bench, located, job.sides.auditor("reference-candidate"), job.reference.path, job.mismatches)
         findings = lab.decide(findings)
         result.probes += lab.probes
     free = run.record()

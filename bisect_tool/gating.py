@@ -11,6 +11,7 @@ from bisect_hooks.parallel import Parallel
 
 from bisect_tool.args import plain
 from bisect_tool.candidate import CandidateRun
+from bisect_tool.checkpoint import open_checkpoint
 from bisect_tool.faults import Finding, group
 from bisect_tool.forward import Bench, Located, expected_keys, to_finding
 from bisect_tool.judge import Verdict
@@ -18,7 +19,6 @@ from bisect_tool.ladder import DTYPES, package_version, timed
 from bisect_tool.recording import Recording
 from bisect_tool.reference import MARGIN
 from bisect_tool.report import STAGES, Report, StageResult, not_run
-from bisect_tool.torch_dist import open_torch_dist
 
 RECORDING = "recording"
 
@@ -33,7 +33,7 @@ def gate(golden: Path, candidate: Path, parallel: Parallel, command: str) -> Rep
     come = recording.provenance
     if not come.floor:
         raise UsageError(f"{path} has no measured noise, so nothing says what is allowed", hint="record it again with: make golden")
-    checkpoint = open_torch_dist(candidate)
+    checkpoint = open_checkpoint(candidate)
     family = families().get(come.family)
     if family is None:
         raise UsageError(f"{path} is of the unknown family {come.family!r}")

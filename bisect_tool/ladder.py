@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,20 +14,21 @@ from typing import Any
 
 import torch
 from bisect_hooks.errors import UsageError
-from bisect_hooks.family import Dimensions, Family, family_of
+from bisect_hooks.family import Dimensions, Family
 from bisect_hooks.parallel import Parallel
 
-from bisect_tool import audit, config_check
-from bisect_tool.args import parallel_of, plain
+from bisect_tool import config_check
+from bisect_tool.args import plain
 from bisect_tool.candidate import CandidateRun
+from bisect_tool.checkpoint import Checkpoint
 from bisect_tool.explain import explanation
 from bisect_tool.faults import Fault, Finding, group, span
-from bisect_tool.hf_directory import HuggingFaceDirectory, open_hf
+from bisect_tool.hf_directory import HuggingFaceDirectory
 from bisect_tool.judge import Verdict
 from bisect_tool.prompts import Batch, make_batch, read_prompts
 from bisect_tool.ranks import WORLDS
 from bisect_tool.report import STAGES, Report, StageResult, not_run
-from bisect_tool.torch_dist import TorchDist, open_torch_dist
+from bisect_tool.weights import Sides, run_weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Progress = Callable[[str], None]
@@ -40,7 +42,7 @@ class Job:
     """
 
     reference_path: Path
-    candidate_path: Path
+    candidate_path: Path | None = None
     prompts: str | None = None
     input_key: str | None = None
     parallel: Parallel = field(default_factory=Parallel)
@@ -53,22 +55,29 @@ class Job:
     strict: bool = False
     command: str = ""
     progress: Progress = lambda _text: None
+    export: Path | None = None
+    jobs: int | None = None
+    out: Path | None = None
 
     @cached_property
+    def sides(self) -> Sides:
+        return Sides(self.reference_path, self.candidate_path, self.export, self.converted)
+
+    @property
     def reference(self) -> HuggingFaceDirectory:
-        return open_hf(self.reference_path)
+        return self.sides.directory
 
-    @cached_property
-    def candidate(self) -> TorchDist:
-        return open_torch_dist(self.candidate_path)
+    @property
+    def candidate(self) -> Checkpoint:
+        return self.sides.checkpoint
 
-    @cached_property
+    @property
     def family(self) -> Family:
-        return family_of(self.reference.config)
+        return self.sides.family
 
-    @cached_property
+    @property
     def dims(self) -> Dimensions:
-        return self.family.reference_dimensions(self.reference.config)
+        return self.sides.dims
 
     @cached_property
     def args(self) -> dict[str, Any]:
@@ -85,19 +94,13 @@ class Job:
         """What the candidate's own spec reads from the Hugging Face directory: said as a note, never a finding."""
         return self.family.read_by_spec(plain(self.candidate.args), self.reference.config)
 
-    @cached_property
+    @property
     def written_under(self) -> Parallel | None:
-        """The conversion's layout: flags, else the checkpoint's args, else unknown."""
-        return self.converted or parallel_of(plain(self.candidate.args), self.dims.layers)
+        return self.sides.written_under
 
     @cached_property
     def mismatches(self) -> list[config_check.Mismatch]:
         return config_check.compare_settings(self.family, self.reference.config, self.args, self.candidate.layout)[0]
-
-    @cached_property
-    def auditor(self) -> audit.Auditor:
-        off = config_check.switched_off(self.mismatches) if self.candidate.args else {}
-        return audit.Auditor(self.family, self.reference, self.candidate, self.written_under, off)
 
     @cached_property
     def batch(self) -> Batch:
@@ -122,7 +125,8 @@ class Job:
 
     def modules_of_layer(self, layer: int) -> set[str]:
         """Modules of a layer that hold weights."""
-        rules = self.family.rules(self.dims, self.candidate.layout, self.reference.names, mtp=False)
+        layout = self.candidate.layout if self.candidate_path is not None else "native"
+        rules = self.family.rules(self.dims, layout, self.reference.names, mtp=False)
         return {rule.site.module for rule in rules if rule.site.layer == layer}
 
     def explained(self, findings: list[Finding]) -> list[Fault]:
@@ -139,7 +143,11 @@ class Job:
 
 def climb(job: Job) -> Report:
     """Every stage asked for, in order, until one finds a fault (all of them with `everything`)."""
-    job.candidate, job.family, job.args  # noqa: B018 - bad input is refused before any work
+    job.family  # noqa: B018 - bad input is refused before any work
+    if job.candidate_path is not None:
+        job.candidate  # noqa: B018
+        if job.stages != ("weights",):
+            job.args  # noqa: B018
     if "forward" in job.stages and job.prompts is not None:
         job.candidate_run()  # refuses sizes that don't fit before any rank is started
         if job.stages == ("inputs", "forward") or job.everything:
@@ -206,18 +214,34 @@ def config_stage(job: Job, result: StageResult, _answers: list[dict[str, str]]) 
 
 
 def weights_stage(job: Job, result: StageResult, _answers: list[dict[str, str]]) -> None:
-    """The audit."""
-    found = job.auditor.run()
-    result.faults = job.explained(found.findings)
-    result.minor = job.explained(found.minor)
-    result.compared = {"tensors": found.tensors, "experts": found.experts}
-    result.skipped = found.skipped
-    result.notes = found.notes + [f"not compared: {line}" for line in found.missing]
-    skipped = len(job.candidate.skipped)
-    if skipped:
-        result.skipped.append((f"{skipped} entries of the checkpoint", "not weights (extra state, rng, optimizer)"))
-    nothing = not found.tensors
-    result.verdict = Verdict.DIFFERS if found.findings else Verdict.INCOMPARABLE if found.missing or nothing else Verdict.AGREES
+    """The audit, of every pair that was given."""
+    missing: list[str] = []
+    tensors = experts = 0
+    for between, found, faults, minor in run_weights(job.sides, job.explained, job.jobs or jobs_for(job.sides), job.out, job.progress):
+        result.faults += faults
+        result.minor += minor
+        tensors, experts = tensors + found.tensors, experts + found.experts
+        result.skipped += found.skipped
+        several = job.export is not None and job.candidate_path is not None
+        result.notes += [f"{between}: {note}" if several else note for note in found.notes]
+        missing += [f"{between}: {line}" if several else line for line in found.missing]
+        if not found.tensors:
+            missing.append(f"{between}: no tensor could be compared")
+    result.notes += [f"not compared: {line}" for line in missing]
+    result.compared = {"tensors": tensors, "experts": experts}
+    if job.candidate_path is not None and job.candidate.skipped:
+        result.skipped.append((f"{len(job.candidate.skipped)} entries of the checkpoint", "not weights (extra state, rng, optimizer)"))
+    result.verdict = Verdict.DIFFERS if result.faults else Verdict.INCOMPARABLE if missing else Verdict.AGREES
+
+
+# under this many bytes, starting another process costs more than it saves
+WORTH_A_PROCESS = 2 << 30
+
+
+def jobs_for(sides: Sides) -> int:
+    """Processes for an audit of this size on this machine."""
+    size = sum(stored.row_bytes * stored.shape[0] for stored in sides.directory.stored.values() if stored.shape)
+    return min(len(os.sched_getaffinity(0)), 16) if size > WORTH_A_PROCESS else 1
 
 
 def forward_stage(job: Job, result: StageResult, answers: list[dict[str, str]]) -> None:
@@ -232,8 +256,9 @@ def provenance(job: Job) -> Mapping[str, Any]:
     return {
         "versions": {name: package_version(name) for name in ("torch", "megatron-core", "transformers")},
         "reference": str(job.reference_path),
-        "candidate": str(job.candidate_path),
-        "layout": job.candidate.layout,
+        "candidate": str(job.candidate_path) if job.candidate_path is not None else None,
+        "export": str(job.export) if job.export is not None else None,
+        "layout": job.candidate.layout if job.candidate_path is not None else None,
         "digests": {"prompts": job.batch.digest} if job.prompts is not None else {},
         "parallel": job.parallel.shown(),
         "dtype": job.dtype if "forward" in job.stages else None,

@@ -11,16 +11,16 @@ from bisect_hooks.family import family_of
 from bisect_hooks.tap import Tap
 
 from bisect_tool.args import plain
+from bisect_tool.checkpoint import open_checkpoint
+from bisect_tool.compare import bits
 from bisect_tool.hf_directory import open_hf, read_config
-from bisect_tool.relations import bits
-from bisect_tool.torch_dist import open_torch_dist
 
 
 def taps(reference: Path, candidate: Path) -> str:
     """Sites in compute order with the module paths and layouts of both sides; `-` where a side has no such place."""
     config = read_config(reference)
     family = family_of(config)
-    checkpoint = open_torch_dist(candidate)
+    checkpoint = open_checkpoint(candidate)
     theirs = _by_key(family.reference_taps(family.reference_dimensions(config)))
     ours = _by_key(family.candidate_taps(family.candidate_dimensions(plain(checkpoint.args)), checkpoint.layout))
     derived = {one.key for one in family.derived(family.reference_dimensions(config), "reference")}
@@ -33,7 +33,7 @@ def taps(reference: Path, candidate: Path) -> str:
 
 def hashes(directory: Path) -> Iterator[str]:
     """name  shape  dtype  digest of the bytes, for a Hugging Face directory or a torch_dist checkpoint."""
-    tensors = open_hf(directory).tensors() if (directory / "config.json").is_file() else open_torch_dist(directory).all()
+    tensors = open_hf(directory).tensors() if (directory / "config.json").is_file() else open_checkpoint(directory).all()
     for name, tensor in tensors:
         yield f"{name}  {list(tensor.shape)}  {str(tensor.dtype).removeprefix('torch.')}  {_digest(tensor)}"
 

@@ -38,24 +38,69 @@ def measure(reference: torch.Tensor, candidate: torch.Tensor) -> Difference:
         raise BisectError(f"shapes differ: reference {tuple(reference.shape)}, candidate {tuple(candidate.shape)}")
     if reference.numel() == 0:
         raise BisectError("nothing to compare: the tensors are empty")
-    r, c = reference.double(), candidate.double()
-    delta = (c - r).abs()
-    one_sided = r.isfinite() != c.isfinite()
-    neither = ~r.isfinite() & ~c.isfinite()
-    nonfinite, both = int(one_sided.sum()), int(neither.sum())
-    if nonfinite:
-        flat = int(one_sided.flatten().int().argmax())
-    else:
-        flat = int(delta.nan_to_num(0.0, 0.0, 0.0).flatten().argmax())
-    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), reference.shape))
-    squares, norm = float(delta.square().sum()), float(r.square().sum())
-    return Difference(
-        relative_rms=0.0 if squares == 0 else math.inf if norm == 0 else math.sqrt(squares) / math.sqrt(norm),
-        largest=float(delta[index]),
-        index=index,
-        reference_value=float(r[index]),
-        candidate_value=float(c[index]),
-        nonfinite=nonfinite,
-        both=both,
-        compared=reference.numel(),
-    )
+    sums = Sums()
+    sums.add(reference, candidate)
+    return sums.difference()
+
+
+@dataclass(slots=True)
+class Sums:
+    """What a Difference is made of, added up over blocks of rows."""
+
+    squares: float = 0.0
+    norm: float = 0.0
+    nonfinite: int = 0
+    both: int = 0
+    compared: int = 0
+    largest: float = -1.0
+    one_sided: bool = False
+    index: tuple[int, ...] = ()
+    values: tuple[float, float] = (math.nan, math.nan)
+
+    def add(self, reference: torch.Tensor, candidate: torch.Tensor, row: int = 0) -> None:
+        """Adds two blocks of one shape whose first row is row `row` of their tensors."""
+        # sixteen bits and fewer are exact in float32, and so nearly is their difference; squares are summed in float64 either way
+        narrow = max(reference.element_size(), candidate.element_size()) <= 2
+        r, c = (tensor.to(torch.float32 if narrow else torch.float64) for tensor in (reference, candidate))
+        delta = (c - r).abs_()
+        squares, norm = _square(delta), _square(r)
+        if narrow and not math.isfinite(squares):  # the difference of the largest bfloat16 does not fit
+            delta = (c.double() - r.double()).abs_()
+            squares = _square(delta)
+        self.compared += r.numel()
+        if math.isfinite(squares) and math.isfinite(norm):
+            self._keep(delta, r, c, row, one_sided=False)
+        else:
+            one_sided, neither = r.isfinite() != c.isfinite(), ~r.isfinite() & ~c.isfinite()
+            self.nonfinite += int(one_sided.sum())
+            self.both += int(neither.sum())
+            self._keep(one_sided.int() if bool(one_sided.any()) else delta.nan_to_num(0.0, 0.0, 0.0), r, c, row, bool(one_sided.any()))
+        self.squares += squares
+        self.norm += norm
+
+    def _keep(self, delta: torch.Tensor, r: torch.Tensor, c: torch.Tensor, row: int, one_sided: bool) -> None:
+        """Remembers the largest difference; the first element that is finite on one side only is larger than any."""
+        if self.one_sided:
+            return
+        index = tuple(int(i) for i in torch.unravel_index(delta.flatten().argmax(), delta.shape))
+        largest = abs(float(c[index]) - float(r[index]))
+        if one_sided or largest > self.largest:
+            at = (index[0] + row, *index[1:]) if index else ()
+            self.largest, self.one_sided, self.index, self.values = largest, one_sided, at, (float(r[index]), float(c[index]))
+
+    def difference(self) -> Difference:
+        squares, norm = self.squares, self.norm
+        return Difference(
+            relative_rms=0.0 if squares == 0 else math.inf if norm == 0 else math.sqrt(squares) / math.sqrt(norm),
+            largest=self.largest,
+            index=self.index,
+            reference_value=self.values[0],
+            candidate_value=self.values[1],
+            nonfinite=self.nonfinite,
+            both=self.both,
+            compared=self.compared,
+        )
+
+
+def _square(tensor: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2

@@ -7,7 +7,6 @@ in `common.pt`), and refuses, by file and name, whatever would call into the sta
 
 from __future__ import annotations
 
-import io
 import pickle
 import sys
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
@@ -83,28 +82,18 @@ def load_pickle(path: Path) -> Any:
         raise UsageError(f"{path} can't be read as a pickle: {first_line(error)}") from error
 
 
-def load_torch(path: Path) -> Any:
-    """The object in a torch.save file, by the same rules."""
-    unpickler = _unpickler(str(path))
+def load_torch(source: Path | BinaryIO, name: str = "") -> Any:
+    """The object in a torch.save file, by the same rules.  name: what messages call an open file"""
+    name = name or str(source)
+    unpickler = _unpickler(name)
     safe = ModuleType("safe")
     safe.__dict__.update(Unpickler=unpickler, load=lambda file, **_: unpickler(file).load(), UnpicklingError=pickle.UnpicklingError)
     try:
-        return torch.load(path, map_location="cpu", weights_only=False, pickle_module=safe)
+        return torch.load(source, map_location="cpu", weights_only=False, pickle_module=safe)
     except UsageError:
         raise
     except Exception as error:  # torch raises whatever its zip reader met
-        raise UsageError(f"{path} can't be read as a torch file: {first_line(error)}") from error
-
-
-def tensor_of(blob: bytes | BinaryIO, source: str) -> torch.Tensor:
-    """The one tensor in a chunk of a distributed checkpoint.  Raises UsageError."""
-    try:
-        found = torch.load(io.BytesIO(blob) if isinstance(blob, bytes) else blob, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise UsageError(f"{source} can't be read: {first_line(error)}", hint="is the file whole?") from error
-    if not isinstance(found, torch.Tensor):
-        raise UsageError(f"{source} holds a {type(found).__name__}, not a tensor")
-    return found
+        raise UsageError(f"{name} can't be read as a torch file: {first_line(error)}") from error
 
 
 def _unpickler(source: str) -> type[SafeUnpickler]:

@@ -16,11 +16,12 @@ from bisect_hooks.parallel import Parallel
 
 from bisect_tool.args import parallel_args, parallel_of, plain
 from bisect_tool.candidate import Built
+from bisect_tool.checkpoint import TRACKER, Checkpoint, open_checkpoint
 from bisect_tool.conversion import RELEASE, check_empty, whole
 from bisect_tool.pickles import load_pickle, load_torch
+from bisect_tool.places import Piece
 from bisect_tool.plants import PLANTS, Copy
 from bisect_tool.ranks import WORLDS
-from bisect_tool.torch_dist import TRACKER, Chunk, TorchDist, open_torch_dist
 
 
 def listing() -> str:
@@ -34,7 +35,7 @@ def plant(fault: str, candidate: Path, out: Path, parallel: Parallel | None) -> 
     if fault not in known:
         raise UsageError(f"unknown fault {fault!r}", hint=f"known: {', '.join(known)} (bisect-tool plant --list)")
     one = known[fault]
-    checkpoint = open_torch_dist(candidate)
+    checkpoint = open_checkpoint(candidate)
     args = plain(checkpoint.args)
     if not args:
         raise UsageError(f"{checkpoint.path} keeps no args, so nothing says how it was converted")
@@ -55,7 +56,7 @@ def plant(fault: str, candidate: Path, out: Path, parallel: Parallel | None) -> 
         else:
             _write_under(checkpoint, family, args, under, target)
         (partial / TRACKER).write_text(RELEASE)
-        copy = Copy(open_torch_dist(target), family, dims, under, args=parallel_args(under))
+        copy = Copy(open_checkpoint(target), family, dims, under, args=parallel_args(under))
         one.edit(copy)
         apply(copy)
         if copy.patch:
@@ -73,7 +74,7 @@ def _same_cut(one: Parallel, other: Parallel) -> bool:
     return all(getattr(one, name) == getattr(other, name) for name in names)
 
 
-def _write_under(checkpoint: TorchDist, family: Family, args: dict[str, Any], parallel: Parallel, target: Path) -> None:
+def _write_under(checkpoint: Checkpoint, family: Family, args: dict[str, Any], parallel: Parallel, target: Path) -> None:
     """The same tensors written by as many ranks as the layout has, with megatron-core's own loader and writer."""
     what = Built(family.name, args, checkpoint.layout, parallel, torch.bfloat16, mtp=bool(args.get("mtp_num_layers")))
     world = WORLDS.get(parallel.world)
@@ -90,11 +91,11 @@ def apply(copy: Copy) -> None:
         stored = copy.checkpoint.tensors[key]
         if tuple(tensor.shape) != stored.shape or tensor.dtype != stored.dtype:
             raise UsageError(f"{key} is {stored.dtype} {stored.shape}; a plant may not change that")
-        for chunk in stored.chunks:
-            part = tensor[tuple(slice(at, at + size) for at, size in zip(chunk.offset, chunk.shape, strict=True))].clone()
-            place = _put(chunk, part)
+        for piece in stored.pieces:
+            part = tensor[tuple(slice(at, at + size) for at, size in zip(piece.offset, piece.shape, strict=True))].clone()
+            place = _put(piece, part)
             if place is not None:
-                moved[key, chunk.offset] = place
+                moved[key, piece.offset] = place
     if moved or copy.dropped:
         _rewrite_metadata(root / ".metadata", moved, copy.dropped)
     common = load_torch(root / "common.pt")
@@ -102,14 +103,15 @@ def apply(copy: Copy) -> None:
     torch.save(common, root / "common.pt")
 
 
-def _put(chunk: Chunk, part: torch.Tensor) -> tuple[int, int] | None:
+def _put(piece: Piece, part: torch.Tensor) -> tuple[int, int] | None:
     """Overwrites a chunk's blob; a blob of another length goes to the end of the file and its place is returned."""
     buffer = io.BytesIO()
     torch.save(part, buffer)
     blob = buffer.getvalue()
-    with chunk.file.open("r+b") as file:
-        if len(blob) == chunk.length:
-            file.seek(chunk.start)
+    assert piece.blob is not None
+    with piece.file.open("r+b") as file:
+        if len(blob) == piece.blob[0]:
+            file.seek(piece.start)
             file.write(blob)
             return None
         place = file.seek(0, io.SEEK_END)

@@ -17,14 +17,14 @@ from bisect_hooks.family import Dimensions, Family
 from bisect_hooks.parallel import Parallel
 from bisect_hooks.table import GroupHeads
 
-from bisect_tool.torch_dist import TorchDist
+from bisect_tool.checkpoint import Checkpoint
 
 
 @dataclass(slots=True)
 class Copy:
     """A copy of a checkpoint that is being edited."""
 
-    checkpoint: TorchDist
+    checkpoint: Checkpoint
     family: Family
     dims: Dimensions
     parallel: Parallel

@@ -24,6 +24,7 @@ import torch
 from bisect_hooks.family import CheckpointLayout, Dimensions, Family
 from bisect_hooks.hf import VERSION, Reference
 from bisect_hooks.site import parse_site
+from bisect_hooks.table import forward
 from bisect_hooks.tap import split_key
 
 from bisect_tool.hf_directory import HuggingFaceDirectory
@@ -55,7 +56,7 @@ def load_reference(
     for rule in family.rules(dims, layout, directory.names, mtp=False):
         if rule.op.lossy:
             before = [directory.read(name) for name in rule.references]
-            after = rule.op.backward(rule.op.forward(before))
+            after = rule.op.backward(forward(rule.op, before))
             rounded |= dict(zip(rule.references, after, strict=True))
             kind = f"{rule.site.module}.{rule.site.part}"
             worst[kind] = max(worst.get(kind, 0.0), *(measure(b, a).relative_rms for b, a in zip(before, after, strict=True)))
@@ -110,7 +111,7 @@ def recorded_reference(
     directory: HuggingFaceDirectory, family: Family, layout: CheckpointLayout, dtype: torch.dtype, device: str, batch: Batch
 ) -> Recorded:
     """The reference recorded once a process: like ranks, it is kept for whoever judges several candidates against it."""
-    files = sorted({path for path, _ in directory.files.values()} | {directory.path / "config.json"})
+    files = sorted({stored.pieces[0].file for stored in directory.stored.values()} | {directory.path / "config.json"})
     stamp = tuple((str(file.resolve()), file.stat().st_mtime_ns, file.stat().st_size) for file in files)
     key = (stamp, layout, dtype, device, batch.rows)
     if key not in _RECORDED:

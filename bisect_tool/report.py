@@ -17,6 +17,8 @@ from bisect_tool.judge import Verdict, worst
 SCHEMA = "bisect-tool/report/1"
 STAGES = ("inputs", "config", "weights", "forward", "engine")
 FILE = "report.json"
+# what an audit that was killed has done so far (crew.py)
+JOURNAL = "journal"
 EXIT = {Verdict.AGREES: 0, Verdict.DIFFERS: 1, Verdict.INCOMPARABLE: 125}
 
 
@@ -118,7 +120,7 @@ def prepare_out(out: Path) -> None:
         return
     if not out.is_dir():
         raise UsageError(f"--out {out} is a file")
-    held = {entry.name for entry in out.iterdir()}
+    held = {entry.name for entry in out.iterdir() if not entry.name.startswith(f"{JOURNAL}.")}
     if held - {FILE, "report.txt", "traceback.txt"}:
         raise UsageError(f"--out {out} holds something else ({sorted(held)[0]})", hint="give an empty or new directory")
 

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from bisect_hooks.parallel import Coordinates, Parallel
+from bisect_hooks.parallel import Parallel
 from bisect_hooks.site import Site
 from bisect_hooks.table import Cut
 
@@ -89,15 +88,29 @@ def shard_of(
     return Shard(parallel, of, expert, frozenset((stage, *place) for place in every))
 
 
-def wrong_places(cut: Cut, unequal: torch.Tensor, parallel: Parallel) -> frozenset[Place]:
-    """Coordinates inside a stage whose piece of `unequal` (True where a global tensor is wrong) has a True in it."""
+def pieces_of(cut: Cut, shape: tuple[int, ...], parallel: Parallel) -> dict[Place, list[tuple[slice, ...]]]:
+    """Coordinates inside a stage → the regions of a global tensor that the rank there holds.
+
+    A size that does not divide is rounded up, as a vocabulary is before it is padded.
+    """
     axes = EXPERT_AXES if cut.expert else DENSE_AXES
-    found = set()
+    found = {}
     for place in itertools.product(*(range(parallel.size(axis)) for axis in axes)):
-        at = Coordinates(**({"tp": 0, "pp": 0, "dp": 0, "ep": 0, "etp": 0, "cp": 0} | dict(zip(axes, place, strict=True))))
-        if bool(cut.take(unequal, at, parallel).any()):
-            found.add(place)
-    return frozenset(found)
+        at = dict(zip(axes, place, strict=True))
+        regions = [tuple(slice(0, size) for size in shape)]
+        for axis, dim, parts in cut.axes:
+            whole, ways = shape[dim] // parts, parallel.size(axis)
+            length = -(-whole // ways)
+            starts = [part * whole + at[axis] * length for part in range(parts)]
+            ends = [min(start + length, (part + 1) * whole) for part, start in enumerate(starts)]
+            regions = [
+                (*region[:dim], slice(start, end), *region[dim + 1 :])
+                for region in regions
+                for start, end in zip(starts, ends, strict=True)
+                if start < end
+            ]
+        found[place] = regions
+    return found
 
 
 def _span(numbers: list[int]) -> str:

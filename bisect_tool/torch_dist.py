@@ -2,151 +2,35 @@
 
 from __future__ import annotations
 
-import difflib
-import mmap
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+import io
+import re
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from bisect_hooks.errors import UsageError
-from bisect_hooks.family import CheckpointLayout
 
+from bisect_tool.checkpoint import TRACKER, Checkpoint, find_checkpoint
 from bisect_tool.hf_directory import inside
-from bisect_tool.pickles import load_pickle, load_torch, tensor_of
+from bisect_tool.pickles import load_pickle, load_torch
+from bisect_tool.places import Piece, Stored
+
+__all__ = ["COMMON", "TRACKER", "open_torch_dist"]
 
 NOT_WEIGHTS = ("_extra_state", "rng_state", "common_state")
-TRACKER = "latest_checkpointed_iteration.txt"
+# megatron-core from 0.19 on keeps the common state as a byte entry of the checkpoint, before that in common.pt
+COMMON = "common_state"
+# one expert a key: SequentialMLP and `singleton_local_shards` number the module, TEGroupedMLP the weight
+ONE_EXPERT = (
+    re.compile(r"(?P<before>.*\.experts\.)(?:experts|local_experts)\.(?P<e>\d+)\.(?P<after>linear_fc[12]\.(?:weight|bias))"),
+    re.compile(r"(?P<before>.*\.experts\.)(?:experts\.)?(?P<after>linear_fc[12]\.(?:weight|bias))(?P<e>\d+)"),
+)
+ONE_LAYER = re.compile(r"(?P<before>(?:.*\.)?layers\.)(?P<after>(?!\d+\.).*)")
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A part of a global tensor: where it starts in it, and its torch.save blob in a file."""
-
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    file: Path
-    start: int
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """One global tensor of the checkpoint."""
-
-    key: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    chunks: tuple[Chunk, ...]
-
-
-@dataclass(frozen=True)
-class TorchDist:
-    """tensors  the model's tensors by key · skipped  byte entries and optimizer state, by key, with the reason"""
-
-    path: Path
-    tensors: Mapping[str, Stored] = field(repr=False)
-    skipped: Mapping[str, str] = field(repr=False)
-
-    @cached_property
-    def common(self) -> dict[str, Any]:
-        file = self.path / "common.pt"
-        if not file.is_file():
-            return {}
-        found = load_torch(file)
-        if not isinstance(found, dict):
-            raise UsageError(f"{file} holds a {type(found).__name__}, not a table")
-        return found
-
-    @cached_property
-    def args(self) -> dict[str, Any]:
-        """Megatron's args as the checkpoint keeps them; empty when it keeps none."""
-        args = self.common.get("args")
-        if args is None or isinstance(args, dict):
-            return dict(args or {})
-        if not hasattr(args, "__dict__"):
-            raise UsageError(f"{self.path / 'common.pt'} keeps args as a {type(args).__name__}, not as a table")
-        return dict(vars(args))
-
-    @cached_property
-    def layout(self) -> CheckpointLayout:
-        """Read off the keys alone."""
-        return "slime" if any(".self_attention.linear_attn." in key for key in self.tensors) else "native"
-
-    def read(self, key: str) -> torch.Tensor:
-        """A whole global tensor.  Raises UsageError for a key that is not there, or chunks that don't cover it."""
-        if key not in self.tensors:
-            near = difflib.get_close_matches(key, self.tensors, n=3)
-            raise UsageError(f"{self.path} has no tensor {key}", hint=f"nearest: {', '.join(near) or 'none'}")
-        stored = self.tensors[key]
-        if len(stored.chunks) == 1 and stored.chunks[0].shape == stored.shape:
-            return self.read_chunk(key, stored.chunks[0])
-        whole = torch.empty(stored.shape, dtype=stored.dtype)
-        if not _covers(stored):
-            raise UsageError(
-                f"{self.path}: the chunks of {key} do not cover its {stored.shape} once each", hint="was every rank's file copied?"
-            )
-        for chunk in stored.chunks:
-            whole[tuple(slice(at, at + size) for at, size in zip(chunk.offset, chunk.shape, strict=True))] = self.read_chunk(key, chunk)
-        return whole
-
-    def read_chunk(self, key: str, chunk: Chunk) -> torch.Tensor:
-        source = f"{key} at {chunk.offset} in {chunk.file}"
-        try:
-            with chunk.file.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-                if chunk.start + chunk.length > len(mapped):
-                    raise UsageError(f"{source}: the file ends at byte {len(mapped)}, the chunk at {chunk.start + chunk.length}")
-                blob = mapped[chunk.start : chunk.start + chunk.length]
-        except (OSError, ValueError) as error:
-            raise UsageError(f"{source} can't be read: {error}", hint="was every rank's file copied?") from error
-        tensor = tensor_of(blob, source)
-        if tuple(tensor.shape) != chunk.shape or tensor.dtype != self.tensors[key].dtype:
-            raise UsageError(f"{source} is {tensor.dtype} {tuple(tensor.shape)}, .metadata says {self.tensors[key].dtype} {chunk.shape}")
-        return tensor
-
-    def all(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for key in self.tensors:
-            yield key, self.read(key)
-
-
-def _covers(stored: Stored) -> bool:
-    """Whether the chunks tile the tensor: no hole, no overlap.  Counted on the grid that their edges make."""
-    edges = []
-    for dim, size in enumerate(stored.shape):
-        starts = [(chunk.offset[dim], chunk.offset[dim] + chunk.shape[dim]) for chunk in stored.chunks]
-        edges.append(sorted({0, size, *(edge for pair in starts for edge in pair)}))
-        if edges[-1][0] < 0 or edges[-1][-1] > size:
-            return False
-    cells = np.zeros([len(edge) - 1 for edge in edges], dtype=np.int32)
-    for chunk in stored.chunks:
-        places = zip(edges, chunk.offset, chunk.shape, strict=True)
-        cells[tuple(slice(edge.index(at), edge.index(at + size)) for edge, at, size in places)] += 1
-    return bool((cells == 1).all())
-
-
-def find_checkpoint(path: Path) -> Path:
-    """The directory with `.metadata`: this one, or the one that its tracker file names.  Raises UsageError."""
-    if not path.is_dir():
-        raise UsageError(f"{path} is not a directory", hint="give the checkpoint's directory (the one with .metadata, or its parent)")
-    if (path / ".metadata").is_file():
-        return path
-    tracker = path / TRACKER
-    if tracker.is_file():
-        word = tracker.read_text().strip()
-        if word != "release" and not word.isdigit():
-            raise UsageError(f"{tracker} says {word!r}, neither `release` nor an iteration")
-        inner = path / (word if word == "release" else f"iter_{int(word):07d}")
-        if (inner / ".metadata").is_file():
-            return inner
-        raise UsageError(f"{tracker} names {inner.name}, which has no .metadata", hint="is the checkpoint complete?")
-    seen = ", ".join(sorted(entry.name for entry in path.iterdir())[:6]) or "nothing"
-    raise UsageError(f"{path} is no torch_dist checkpoint: no .metadata and no {TRACKER} in it", hint=f"it holds {seen}")
-
-
-def open_torch_dist(path: Path) -> TorchDist:
+def open_torch_dist(path: Path) -> Checkpoint:
     """Opens a checkpoint without reading a tensor.  Raises UsageError naming a .distcp file that is not there."""
     root = find_checkpoint(path)
     metadata = load_pickle(root / ".metadata")
@@ -155,24 +39,116 @@ def open_torch_dist(path: Path) -> TorchDist:
     if not isinstance(described, dict) or not isinstance(storage, dict):
         raise UsageError(f"{root / '.metadata'} describes no tensors")
     where = {(index.fqn, tuple(index.offset or ())): info for index, info in storage.items()}
-    tensors, skipped, files = {}, {}, set()
+    found, skipped = [], {}
+    files: dict[Path, int] = {}
     for key, entry in described.items():
         if not hasattr(entry, "chunks"):
             skipped[key] = "bytes, not a tensor"
         elif key.startswith("optimizer.") or any(part in key for part in NOT_WEIGHTS):
             skipped[key] = "not a weight"
         else:
-            chunks = []
-            for chunk in entry.chunks:
-                info = where.get((key, tuple(chunk.offsets)))
-                if info is None:
-                    raise UsageError(f"{root / '.metadata'}: no file is given for {key} at {tuple(chunk.offsets)}")
-                file = root / inside(root, str(info.relative_path), "the .metadata")
-                files.add(file)
-                chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), file, int(info.offset), int(info.length)))
-            tensors[key] = Stored(key, tuple(entry.size), entry.properties.dtype, tuple(chunks))
-    for file in sorted(files):
+            found.append(_stored(root, key, entry, where))
+            for piece in found[-1].pieces:
+                files[piece.file] = files.get(piece.file, 0) + 1
+    for file, held in sorted(files.items()):
         if not file.is_file():
-            held = sum(chunk.file == file for stored in tensors.values() for chunk in stored.chunks)
             raise UsageError(f"{file} is not there; .metadata keeps {held} chunks in it", hint="was every rank's file copied?")
-    return TorchDist(root, tensors, skipped)
+    return Checkpoint(root, "torch_dist", by_name(found, root), skipped, _common(root, where))
+
+
+def _stored(root: Path, key: str, entry: Any, where: dict[tuple[str, tuple[int, ...]], Any]) -> Stored:
+    pieces = []
+    dtype = entry.properties.dtype
+    if not isinstance(dtype, torch.dtype):
+        raise UsageError(f"{root / '.metadata'} gives {key} the dtype {dtype!r}, which is not known")
+    for chunk in entry.chunks:
+        offset, shape = tuple(chunk.offsets), tuple(chunk.sizes)
+        info = where.get((key, offset))
+        if info is None:
+            raise UsageError(f"{root / '.metadata'}: no file is given for {key} at {offset}")
+        if getattr(info, "transform_descriptors", None):
+            raise UsageError(f"{key} is stored through {info.transform_descriptors}, which is not read here")
+        file = root / inside(root, str(info.relative_path), "the .metadata")
+        pieces.append(Piece(offset, shape, file, int(info.offset), (int(info.length), shape)))
+    return Stored(key, tuple(entry.size), dtype, tuple(pieces))
+
+
+def by_name(found: Iterable[Stored], root: Path) -> dict[str, Stored]:
+    """Tensors by global key: layers that were stacked in one tensor apart, experts that were apart in one.
+
+    Homogeneous models keep all layers in one tensor ([L, ..], `decoder.layers.mlp.linear_fc1.weight`).
+    """
+    tensors: dict[str, Stored] = {}
+    experts: dict[str, dict[int, Stored]] = {}
+    for stored in (layer for one in found for layer in _layers(one)):
+        match = next(filter(None, (pattern.fullmatch(stored.name) for pattern in ONE_EXPERT)), None)
+        if match:
+            experts.setdefault(f"{match['before']}experts.{match['after']}", {})[int(match["e"])] = stored
+        elif stored.name in tensors:
+            raise UsageError(f"{root} keeps {stored.name} twice, as {tensors[stored.name].on_disk} and as {stored.on_disk}")
+        else:
+            tensors[stored.name] = stored
+    for name, numbered in experts.items():
+        if name in tensors:
+            raise UsageError(f"{root} keeps {name} twice, as one tensor and one by one ({numbered[min(numbered)].on_disk})")
+        tensors[name] = stack(name, numbered)
+    return tensors
+
+
+def _layers(stored: Stored) -> list[Stored]:
+    """A stacked tensor's layers, each a tensor of its own; any other tensor as it is."""
+    match = ONE_LAYER.fullmatch(stored.name)
+    if match is None:
+        return [stored]
+    found = []
+    for layer in range(stored.shape[0]):
+        pieces = []
+        for piece in stored.pieces:
+            row = layer - piece.offset[0]
+            if 0 <= row < piece.shape[0]:
+                size = stored.dtype.itemsize
+                for length in piece.shape[1:]:
+                    size *= length
+                pieces.append(replace(piece, offset=piece.offset[1:], shape=piece.shape[1:], skip=piece.skip + row * size))
+        name = f"{match['before']}{layer}.{match['after']}"
+        found.append(Stored(name, stored.shape[1:], stored.dtype, tuple(pieces), f"{stored.on_disk}[{layer}]"))
+    return found
+
+
+def stack(name: str, numbered: dict[int, Stored]) -> Stored:
+    """Experts kept one by one as the one tensor [E, rows, columns] that the weight table knows.  Raises UsageError for a gap."""
+    count, first = max(numbered) + 1, numbered[min(numbered)]
+    gone = [e for e in range(count) if e not in numbered]
+    if gone:
+        raise UsageError(f"{first.on_disk} is one of {count} experts, and expert {gone[0]} is not there ({len(gone)} such)")
+    odd = next((one for one in numbered.values() if one.shape != first.shape or one.dtype != first.dtype), None)
+    if odd is not None:
+        raise UsageError(f"{odd.on_disk} is {odd.dtype} {list(odd.shape)}, {first.on_disk} {first.dtype} {list(first.shape)}")
+    pieces = [replace(piece, offset=(e, *piece.offset), shape=(1, *piece.shape)) for e, one in numbered.items() for piece in one.pieces]
+    disk = re.sub(r"\b0\b|(?<=weight)0$", "*", numbered[0].on_disk.rpartition("layers.")[2])
+    return Stored(
+        name,
+        (count, *first.shape),
+        first.dtype,
+        tuple(pieces),
+        numbered[0].on_disk.rpartition("layers.")[0] + "layers." * ("layers." in numbered[0].on_disk) + disk,
+    )
+
+
+def _common(root: Path, where: dict[tuple[str, tuple[int, ...]], Any]) -> dict[str, Any]:
+    """What the ranks have in common, of either format; empty when the checkpoint keeps nothing."""
+    file = root / "common.pt"
+    if file.is_file():
+        found = load_torch(file)
+    else:
+        entry = next((info for (key, _), info in where.items() if key.startswith(COMMON)), None)
+        if entry is None:
+            return {}
+        file = root / inside(root, str(entry.relative_path), "the .metadata")
+        with file.open("rb") as raw:
+            raw.seek(int(entry.offset))
+            found = load_torch(io.BytesIO(raw.read(int(entry.length))), str(file))
+        found = found[0] if isinstance(found, list) and len(found) == 1 else found  # as 0.19 wraps it
+    if not isinstance(found, dict):
+        raise UsageError(f"{file} holds a {type(found).__name__}, not a table")
+    return found

@@ -22,11 +22,11 @@ from bisect_hooks.tap import Graft
 from safetensors.torch import save_file
 
 from bisect_tool.candidate import Built
+from bisect_tool.checkpoint import open_checkpoint
 from bisect_tool.hf_directory import HuggingFaceDirectory, open_hf
 from bisect_tool.prompts import Batch
 from bisect_tool.ranks import listen, say
 from bisect_tool.recording import Recording
-from bisect_tool.torch_dist import open_torch_dist
 
 
 @dataclass(slots=True)
@@ -131,7 +131,7 @@ class Rank:
 
     def save_again(self, checkpoint: Path, out: Path, common: dict[str, Any]) -> None:
         """Saves what was loaded from `checkpoint` under this layout, every tensor in the dtype it has there."""
-        stored = open_torch_dist(checkpoint).tensors
+        stored = open_checkpoint(checkpoint).tensors
         mcore.set_dtypes(self.here, lambda key: stored[key].dtype if key in stored else None)
         mcore.load(self.here, checkpoint, _renamed(self.here, checkpoint))
         self._write(out, common)
@@ -154,19 +154,19 @@ PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 def _renamed(candidate: mcore.Candidate, checkpoint: Path) -> dict[str, str]:
     """Keys of this build that the checkpoint keeps under another name (Transformer Engine fuses norms into linears)."""
-    stored = open_torch_dist(checkpoint).tensors
+    stored = open_checkpoint(checkpoint).tensors
     rules = candidate.family.rules(candidate.dims, candidate.layout, (), mtp=candidate.dims.mtp > 0)
     return {own: alias for rule in rules for own, alias in rule.aliases if own not in stored and alias in stored}
 
 
 def _check_shapes(candidate: mcore.Candidate, checkpoint: Path, renamed: dict[str, str]) -> None:
     """Refuses a checkpoint whose tensors are not of the sizes that its own args make.  Raises UsageError naming the first."""
-    stored = open_torch_dist(checkpoint).tensors
+    stored = open_checkpoint(checkpoint).tensors
     for local in mcore.local_tensors(candidate):
         found = stored.get(renamed.get(local.key, local.key))
         if found is not None and found.shape != local.global_shape and local.key not in PADDED:
             raise UsageError(
-                f"{found.key} is {list(found.shape)} in the checkpoint, its own args make it {list(local.global_shape)}",
+                f"{found.on_disk} is {list(found.shape)} in the checkpoint, its own args make it {list(local.global_shape)}",
                 hint="the config stage says which argument is off (bisect-tool run --stages config)",
             )
 

@@ -20,13 +20,13 @@ from bisect_hooks.parallel import Parallel
 from bisect_tool import golden
 from bisect_tool.args import plain
 from bisect_tool.candidate import CandidateRun
+from bisect_tool.checkpoint import open_checkpoint
 from bisect_tool.conversion import convert
 from bisect_tool.forward import Bench
 from bisect_tool.hf_directory import open_hf
 from bisect_tool.prompts import make_batch, read_prompts
 from bisect_tool.ranks import WORLDS
 from bisect_tool.reference import MARGIN, load_reference, record_reference
-from bisect_tool.torch_dist import open_torch_dist
 
 PARALLEL = (Parallel(), Parallel(tp=2, sp=True), Parallel(pp=2), Parallel(ep=4), Parallel(tp=2, ep=2, etp=1, sp=True))
 
@@ -55,7 +55,7 @@ def main() -> int:
             recorded = (time.perf_counter() - started) / forward
             out = Path(folder) / layout
             convert(directory.path, out, layout, Parallel(), None)
-            checkpoint = open_torch_dist(out)
+            checkpoint = open_checkpoint(out)
             say(f"{layout}: recording the reference with its noise costs {recorded:.0f} of its forwards\n")
             for parallel in PARALLEL:
                 run = CandidateRun(family, plain(checkpoint.args), layout, checkpoint.path, parallel, torch.float32, "cpu", batch)

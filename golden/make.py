@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from bisect_hooks.parallel import Parallel
 
+from bisect_tool.checkpoint import open_checkpoint
 from bisect_tool.conversion import convert
 from bisect_tool.gating import RECORDING
 from bisect_tool.ladder import Job, climb
 from bisect_tool.ranks import WORLDS
 from bisect_tool.recorded import record
-from bisect_tool.torch_dist import open_torch_dist
 
 HERE = Path(__file__).resolve().parent
 MODEL, CONVERTED = "golden/tiny-qwen3.5-moe", "golden/tiny-qwen3.5-moe-torch_dist"
@@ -31,7 +31,7 @@ MODEL, CONVERTED = "golden/tiny-qwen3.5-moe", "golden/tiny-qwen3.5-moe-torch_dis
 
 def same_checkpoint(one: Path, other: Path) -> bool:
     """Whether two checkpoints hold the same args and tensors."""
-    a, b = open_torch_dist(one), open_torch_dist(other)
+    a, b = open_checkpoint(one), open_checkpoint(other)
     return a.args == b.args and a.tensors.keys() == b.tensors.keys() and all(torch.equal(a.read(key), b.read(key)) for key in a.tensors)
 
 

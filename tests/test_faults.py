@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from bisect_hooks.parallel import Parallel
+from bisect_hooks.parallel import Coordinates, Parallel
 from bisect_hooks.site import parse_site
 from bisect_hooks.table import Cut
 
 from bisect_tool.faults import Fault, Finding, Proof, Relation, group, number, span, without_layer
 from bisect_tool.judge import EXACT
 from bisect_tool.measure import measure
-from bisect_tool.shards import Shard, shard_of, wrong_places
+from bisect_tool.shards import Shard, pieces_of, shard_of
 
 MOD_4 = Relation("duplicate", {"map": "e mod 4", "modulus": 4, "wrong": 12, "of": 16})
 MODULES = ("input_norm", "linear_attention", "pre_mlp_norm", "router", "experts")
@@ -164,10 +164,25 @@ def test_the_wrong_piece_is_found_by_cutting_as_the_table_does() -> None:
     parallel = Parallel(tp=2, ep=2, etp=2)
     unequal = torch.zeros(4, 4, 3, dtype=torch.bool)
     unequal[3, 2] = True  # expert 3, first row of its second half
-    assert wrong_places(Cut("ep@0 etp@1/2"), unequal, parallel) == {(1, 0)}
-    assert wrong_places(Cut("tp@0"), unequal[:, :, 0], parallel) == {(1, 0)}
-    assert wrong_places(Cut(""), unequal, parallel) == {(0, 0), (1, 0)}
-    assert wrong_places(Cut("tp@0"), torch.zeros(4, 2, dtype=torch.bool), parallel) == set()
+
+    def wrong(cut: str, where: torch.Tensor) -> set[tuple[int, ...]]:
+        pieces = pieces_of(Cut(cut), tuple(where.shape), parallel)
+        return {place for place, regions in pieces.items() if any(bool(where[region].any()) for region in regions)}
+
+    assert wrong("ep@0 etp@1/2", unequal) == {(1, 0)}
+    assert wrong("tp@0", unequal[:, :, 0]) == {(1, 0)}
+    assert wrong("", unequal) == {(0, 0), (1, 0)}
+    assert wrong("tp@0", torch.zeros(4, 2, dtype=torch.bool)) == set()
+
+
+def test_the_pieces_of_a_tensor_are_what_its_ranks_hold() -> None:
+    whole = torch.arange(4 * 8 * 3).reshape(4, 8, 3)
+    for cut in ("ep@0 etp@1/2", "ep@0 etp@2", "ep@0"):
+        parallel = Parallel(tp=3 if "@2" in cut else 2, ep=2)
+        for (ep, etp), regions in pieces_of(Cut(cut), (4, 8, 3), parallel).items():
+            at = Coordinates(tp=etp, pp=0, dp=0, ep=ep, etp=etp)
+            held = torch.cat([whole[region] for region in regions], 1)
+            assert torch.equal(held, Cut(cut).take(whole, at, parallel))
 
 
 def test_stages_are_those_that_hold_the_layers() -> None:

@@ -21,7 +21,7 @@ import torch
 from bisect_hooks.errors import UsageError
 from torch.distributed.checkpoint import metadata as dcp
 
-from bisect_tool.pickles import load_pickle, load_torch, tensor_of
+from bisect_tool.pickles import load_pickle, load_torch
 
 
 class Calls:
@@ -69,10 +69,9 @@ def test_a_hostile_file_is_refused_by_name_and_nothing_runs(attack: str, kind: s
     hostile, name = attacks(mark)[attack]
     if kind == "pickle":
         file.write_bytes(pickle.dumps(hostile))
-        load = load_pickle
     else:
         torch.save({"args": hostile, "iteration": 3}, file)
-        load = load_torch
+    load: Callable[[Path], Any] = load_pickle if kind == "pickle" else load_torch
     with pytest.raises(UsageError, match=f"{re.escape(str(file))} holds a pickle that .*{re.escape(name)}.*refused"):
         load(file)
     assert not mark.exists()
@@ -192,17 +191,3 @@ def test_a_damaged_length_is_an_error_of_usage(load: Callable[[Path], Any], leng
     file.write_bytes(b"\x80\x04\x95" + length.to_bytes(8, "little") + b"N.")
     with pytest.raises(UsageError):
         load(file)
-
-
-def test_a_chunk_is_one_tensor_and_nothing_else() -> None:
-    def saved(thing: Any) -> bytes:
-        torch.save(thing, file := io.BytesIO())
-        return file.getvalue()
-
-    assert torch.equal(tensor_of(saved(torch.ones(3)), "w"), torch.ones(3))
-    with pytest.raises(UsageError, match="chunk 3 holds a dict, not a tensor"):
-        tensor_of(saved({"w": torch.ones(3)}), "chunk 3")
-    with pytest.raises(UsageError, match=r"chunk 3 can't be read.*is the file whole"):
-        tensor_of(saved(torch.ones(3))[:-40], "chunk 3")
-    with pytest.raises(UsageError, match="chunk 3 can't be read"):
-        tensor_of(saved(Calls(os.getpid)), "chunk 3")

@@ -25,7 +25,20 @@ MOST_LINES = 420
 PARALLEL = ["--cp", "--dispatcher", "--ep", "--etp", "--pp", "--pp-layers", "--sp", "--tp", "--vpp"]
 # A knob that nobody needed yet is not a flag: growing this list is a decision.
 OFFERED = {
-    "audit": ["--candidate", "--out", "--reference", "--strict", *PARALLEL],
+    "audit": [
+        *(
+            "--candidate",
+            "--export",
+            "--jobs",
+            "--out",
+            "--reference",
+            "--repair",
+            "--sibling-candidate",
+            "--sibling-reference",
+            "--strict",
+        ),
+        *PARALLEL,
+    ],
     "convert": ["--layout", "--mtp", "--no-mtp", "--out", "--reference", *PARALLEL],
     "gate": ["--candidate", "--golden", "--out", *PARALLEL],
     "hash": ["directory"],

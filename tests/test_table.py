@@ -12,10 +12,10 @@ from bisect_hooks.families.qwen3_5_moe import FAMILY
 from bisect_hooks.family import LAYOUTS, CheckpointLayout, family_of
 from bisect_hooks.parallel import Parallel
 from bisect_hooks.site import Site
-from bisect_hooks.table import Cut, GroupHeads, Join, Made, MinusOne, Op, Rule, Same, Split, Stack, check_total
+from bisect_hooks.table import Cut, GroupHeads, Join, Made, MinusOne, Op, Rule, Same, Split, Stack, check_total, forward
 
+from bisect_tool.checkpoint import Checkpoint, open_checkpoint
 from bisect_tool.hf_directory import HuggingFaceDirectory, open_hf
-from bisect_tool.torch_dist import TorchDist, open_torch_dist
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
@@ -26,8 +26,8 @@ def reference() -> HuggingFaceDirectory:
 
 
 @pytest.fixture(scope="module")
-def candidate() -> TorchDist:
-    return open_torch_dist(GOLDEN / "tiny-qwen3.5-moe-torch_dist")
+def candidate() -> Checkpoint:
+    return open_checkpoint(GOLDEN / "tiny-qwen3.5-moe-torch_dist")
 
 
 def rows(*shape: int) -> torch.Tensor:
@@ -57,13 +57,13 @@ SIZES = [(2, 8, 4, True), (2, 8, 4, False), (4, 4, 3, True), (1, 6, 2, True), (3
 def test_heads_are_grouped_as_the_slow_loop_has_it(groups: int, heads: int, width: int, gated: bool) -> None:
     q = rows(heads * width * (2 if gated else 1), 7)
     k, v = rows(groups * width, 7), rows(groups * width, 7) + 9
-    (packed,) = GroupHeads(groups, heads, width, gated).forward([q, k, v])
+    (packed,) = forward(GroupHeads(groups, heads, width, gated), [q, k, v])
     assert torch.equal(packed, regrouped_slowly(q, k, v, groups, heads, width, gated))
 
 
 def test_a_packed_tensor_names_its_rows() -> None:
     heads = GroupHeads(groups=2, heads=4, width=1, gated=True)
-    (packed,) = heads.forward([torch.arange(8.0)[:, None], torch.tensor([[80.0], [81.0]]), torch.tensor([[90.0], [91.0]])])
+    (packed,) = forward(heads, [torch.arange(8.0)[:, None], torch.tensor([[80.0], [81.0]]), torch.tensor([[90.0], [91.0]])])
     named = {name: part.flatten().tolist() for name, part in heads.named(packed).items()}
     assert named == {"q": [0, 2, 4, 6], "gate": [1, 3, 5, 7], "k": [80, 81], "v": [90, 91]}
     rule = Rule(Site("attention", 3, "qkv"), ("q", "k", "v"), (Made("qkv"),), heads)
@@ -76,23 +76,23 @@ def test_a_packed_tensor_names_its_rows() -> None:
     ("op", "references"),
     [
         (Same(), [rows(4, 3)]),
-        (Split((2, 3, 5)), [rows(10, 3)]),
-        (Join((4, 6)), [rows(4, 3), rows(6, 3)]),
-        (Stack(2), [rows(4, 3) + i for i in range(6)]),
-        (Stack(1), [rows(4, 3) + i for i in range(5)]),
+        (Split(sizes=(2, 3, 5)), [rows(10, 3)]),
+        (Join(sizes=(4, 6)), [rows(4, 3), rows(6, 3)]),
+        (Stack(each=2), [rows(4, 3) + i for i in range(6)]),
+        (Stack(each=1), [rows(4, 3) + i for i in range(5)]),
         *((GroupHeads(g, h, w, gated), [rows(h * w * (1 + gated), 3), rows(g * w, 3), rows(g * w, 4)[:, :3]]) for g, h, w, gated in SIZES),
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, list) else "",
 )
 def test_there_and_back_is_the_same(op: Op, references: list[torch.Tensor]) -> None:
-    again = op.backward(op.forward(references))
+    again = op.backward(forward(op, references))
     assert len(again) == len(references)
     assert all(torch.equal(one, other) for one, other in zip(again, references, strict=True))
     assert not op.lossy
 
 
 def test_stacked_experts_are_gate_above_up_one_expert_after_the_other() -> None:
-    (stacked,) = Stack(2).forward([torch.full((1, 2), float(i)) for i in range(6)])
+    (stacked,) = forward(Stack(each=2), [torch.full((1, 2), float(i)) for i in range(6)])
     assert stacked[:, :, 0].tolist() == [[0, 1], [2, 3], [4, 5]]
 
 
@@ -101,7 +101,7 @@ def test_taking_one_off_rounds_small_weights_and_says_so() -> None:
 
     def lost(low: float, high: float) -> float:
         weights = every[(every >= low) & (every < high)]
-        (again,) = MinusOne().backward(MinusOne().forward([weights]))
+        (again,) = MinusOne().backward(forward(MinusOne(), [weights]))
         return float((again != weights).double().mean())
 
     assert MinusOne().lossy
@@ -109,7 +109,7 @@ def test_taking_one_off_rounds_small_weights_and_says_so() -> None:
     assert lost(0.25, 0.5) == 0.5
     assert lost(0.125, 0.25) == 0.75
     weight = torch.tensor([0.251953125], dtype=torch.bfloat16)
-    assert MinusOne().backward(MinusOne().forward([weight]))[0] != weight
+    assert MinusOne().backward(forward(MinusOne(), [weight]))[0] != weight
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_the_table_reads_every_reference_tensor_once(reference: HuggingFaceDirec
     check_total(rules)
 
 
-def test_the_table_makes_the_golden_checkpoint_that_megatron_wrote(reference: HuggingFaceDirectory, candidate: TorchDist) -> None:
+def test_the_table_makes_the_golden_checkpoint_that_megatron_wrote(reference: HuggingFaceDirectory, candidate: Checkpoint) -> None:
     family = family_of(reference.config)
     rules = family.rules(family.reference_dimensions(reference.config), "slime", reference.names, mtp=True)
     made = {name: tensor for rule in rules for name, tensor in rule.forward([reference.read(name) for name in rule.references]).items()}

@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from bisect_tool.torch_dist import TRACKER, TorchDist, open_torch_dist
+from bisect_tool.checkpoint import TRACKER, Checkpoint
+from bisect_tool.torch_dist import open_torch_dist
 
 # torch's own writer and loader say that they work without ranks, which is what is wanted
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -37,7 +38,7 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "tiny"
 
 
-def change(checkpoint: Path, edit: Callable[[Any], object]) -> TorchDist:
+def change(checkpoint: Path, edit: Callable[[Any], object]) -> Checkpoint:
     """Edits what .metadata says, then opens the checkpoint."""
     file = checkpoint / "release" / ".metadata"
     page = pickle.loads(file.read_bytes())
@@ -74,7 +75,7 @@ def test_tensors_are_what_torchs_own_loader_reads() -> None:
     kinds = [key for key in entries if ".layers." not in key or ".layers.0." in key]
     state = {key: torch.empty(entries[key].size, dtype=entries[key].properties.dtype) for key in kinds}
     load(state, checkpoint_id=str(GOLDEN / "release"), no_dist=True)
-    assert len(found.tensors[FC1].chunks) > 1
+    assert len(found.tensors[FC1].pieces) > 1
     assert {tensor.dtype for tensor in state.values()} == {torch.bfloat16, torch.float32}
     for key, tensor in state.items():
         assert torch.equal(found.read(key), tensor), key
@@ -99,7 +100,11 @@ def test_the_tracker_is_followed(saved: Path) -> None:
 
 @pytest.mark.parametrize(
     ("word", "said"),
-    [("43", "names iter_0000043, which has no .metadata"), ("../other", "neither `release` nor"), ("", "neither `release` nor")],
+    [
+        ("43", "names iter_0000043, which has no .metadata and no mp_rank_*"),
+        ("../other", "neither `release` nor"),
+        ("", "neither `release` nor"),
+    ],
 )
 def test_a_tracker_that_leads_nowhere_is_refused(word: str, said: str, saved: Path) -> None:
     (saved / TRACKER).write_text(word)
@@ -110,7 +115,7 @@ def test_a_tracker_that_leads_nowhere_is_refused(word: str, said: str, saved: Pa
 def test_what_is_no_checkpoint_is_refused_with_what_it_holds(tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(UsageError, match=r"no torch_dist checkpoint.*it holds config\.json, model\.safetensors"):
+    with pytest.raises(UsageError, match=r"no Megatron checkpoint.*it holds config\.json, model\.safetensors"):
         open_torch_dist(tmp_path)
     with pytest.raises(UsageError, match="is not a directory"):
         open_torch_dist(tmp_path / "config.json")
@@ -121,8 +126,8 @@ def test_what_is_no_checkpoint_is_refused_with_what_it_holds(tmp_path: Path) -> 
 
 def test_a_missing_file_is_refused_with_how_much_was_in_it(saved: Path) -> None:
     found = open_torch_dist(saved)
-    file = found.tensors["decoder.w"].chunks[0].file
-    held = sum(chunk.file == file for one in found.tensors.values() for chunk in one.chunks)
+    file = found.tensors["decoder.w"].pieces[0].file
+    held = sum(piece.file == file for one in found.tensors.values() for piece in one.pieces)
     file.unlink()
     with pytest.raises(UsageError, match=rf"{re.escape(str(file))} is not there; \.metadata keeps {held} chunks in it"):
         open_torch_dist(saved)
@@ -131,18 +136,21 @@ def test_a_missing_file_is_refused_with_how_much_was_in_it(saved: Path) -> None:
 @pytest.mark.parametrize("kept", [0, 100, -1])
 def test_a_truncated_file_is_refused_when_its_tensor_is_read(kept: int, saved: Path) -> None:
     found = open_torch_dist(saved)
-    chunk = found.tensors["decoder.w"].chunks[0]
-    end = chunk.start + chunk.length
-    chunk.file.write_bytes(chunk.file.read_bytes()[:end][:kept])
-    with pytest.raises(UsageError, match=rf"decoder\.w at \(0, 0\) in {re.escape(str(chunk.file))}"):
+    piece = found.tensors["decoder.w"].pieces[0]
+    assert piece.blob
+    end = piece.start + piece.blob[0]
+    piece.file.write_bytes(piece.file.read_bytes()[:end][:kept])
+    with pytest.raises(UsageError, match=re.escape(str(piece.file))):
         open_torch_dist(saved).read("decoder.w")
 
 
 def test_a_damaged_chunk_is_refused(saved: Path) -> None:
-    chunk = open_torch_dist(saved).tensors["decoder.w"].chunks[0]
-    blob = bytearray(chunk.file.read_bytes())
-    blob[chunk.start : chunk.start + 40] = bytes(40)
-    chunk.file.write_bytes(blob)
+    piece = open_torch_dist(saved).tensors["decoder.w"].pieces[0]
+    assert piece.blob
+    blob = bytearray(piece.file.read_bytes())
+    end = piece.start + piece.blob[0]
+    blob[end - 40 : end] = bytes(40)  # the directory at the end of the archive
+    piece.file.write_bytes(blob)
     with pytest.raises(UsageError, match="is the file whole"):
         open_torch_dist(saved).read("decoder.w")
 
@@ -193,7 +201,7 @@ def test_a_file_outside_the_directory_is_refused(name: str, saved: Path) -> None
         change(saved, elsewhere)
 
 
-def with_common(saved: Path, thing: object) -> TorchDist:
+def with_common(saved: Path, thing: object) -> Checkpoint:
     torch.save(thing, saved / "release" / "common.pt")
     return open_torch_dist(saved)
 
@@ -202,7 +210,7 @@ def test_args_are_read_from_common(saved: Path) -> None:
     assert with_common(saved, {"args": Namespace(num_layers=3), "iteration": 1}).args == {"num_layers": 3}
     assert with_common(saved, {"iteration": 1}).args == {}
     with pytest.raises(UsageError, match=r"common\.pt holds a list, not a table"):
-        _ = with_common(saved, [1]).args
+        with_common(saved, [1])
 
 
 @pytest.mark.parametrize("args", [{"num_layers": 3}, 3], ids=["table", "number"])

@@ -1,7 +1,7 @@
 """The language of the weight table: how each Megatron tensor is made of reference tensors.
 
 A Rule makes some candidate tensors of some reference tensors and knows the way back.  Read forwards the table converts, read
-backwards it exports, evaluated on both sides it audits.  Names are those of the *global* tensors on disk, as megatron-core's
+backwards it exports, evaluated on both sides it audits, a few rows at a time, so that a tensor larger than memory can be compared.  Names are those of the *global* tensors on disk, as megatron-core's
 `sharded_state_dict` keys them, so cutting for a layout is megatron-core's own work and never ours.
 """
 
@@ -20,14 +20,28 @@ from bisect_hooks.parallel import Coordinates, Parallel
 from bisect_hooks.site import Site
 
 Tensors = list[torch.Tensor]
+Shape = tuple[int, ...]
+# rows start..stop of the k-th reference tensor
+Span = tuple[int, int, int]
 
 
 class Op(Protocol):
-    """forward(reference tensors) → candidate tensors, and back.  `lossy` says that forward rounds."""
+    """How candidate tensors are made of reference tensors, a few rows at a time, and back.
+
+    shapes    of the candidate tensors, from those of the references
+    unit      rows of a candidate tensor that can only be made together
+    spans     which rows of which references make rows start..stop of candidate tensor `index` (both multiples of `unit`)
+    make      those rows, from the references' rows in the order of `spans`; a view of them wherever it can be
+    lossy     forward rounds
+    """
 
     @property
     def lossy(self) -> bool: ...
-    def forward(self, tensors: Tensors) -> Tensors: ...
+    @property
+    def unit(self) -> int: ...
+    def shapes(self, references: Sequence[Shape]) -> list[Shape]: ...
+    def spans(self, index: int, start: int, stop: int, references: Sequence[Shape]) -> list[Span]: ...
+    def make(self, parts: Tensors) -> torch.Tensor: ...
     def backward(self, tensors: Tensors) -> Tensors: ...
 
 
@@ -36,52 +50,79 @@ class Same:
     """candidate = reference"""
 
     lossy: bool = False
+    unit: int = 1
 
-    def forward(self, tensors: Tensors) -> Tensors:
-        return tensors
+    def shapes(self, references: Sequence[Shape]) -> list[Shape]:
+        return [references[0]]
+
+    def spans(self, index: int, start: int, stop: int, references: Sequence[Shape]) -> list[Span]:
+        return [(0, start, stop)]
+
+    def make(self, parts: Tensors) -> torch.Tensor:
+        return parts[0]
 
     def backward(self, tensors: Tensors) -> Tensors:
         return tensors
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class Split(Same):
     """One reference tensor cut along dim 0 into `sizes` rows: one candidate tensor each."""
 
-    sizes: tuple[int, ...]
-    lossy: bool = False
+    sizes: tuple[int, ...] = ()
 
-    def forward(self, tensors: Tensors) -> Tensors:
-        return list(tensors[0].split(list(self.sizes)))
+    def shapes(self, references: Sequence[Shape]) -> list[Shape]:
+        return [(size, *references[0][1:]) for size in self.sizes]
+
+    def spans(self, index: int, start: int, stop: int, references: Sequence[Shape]) -> list[Span]:
+        before = sum(self.sizes[:index])
+        return [(0, before + start, before + stop)]
 
     def backward(self, tensors: Tensors) -> Tensors:
         return [torch.cat(tensors)]
 
 
 @dataclass(frozen=True, slots=True)
-class Join:
+class Join(Same):
     """Reference tensors of `sizes` rows put one under the other: `linear_fc1` is [gate; up]."""
 
-    sizes: tuple[int, ...]
-    lossy: bool = False
+    sizes: tuple[int, ...] = ()
 
-    def forward(self, tensors: Tensors) -> Tensors:
-        return [torch.cat(tensors)]
+    def shapes(self, references: Sequence[Shape]) -> list[Shape]:
+        return [(sum(self.sizes), *references[0][1:])]
+
+    def spans(self, index: int, start: int, stop: int, references: Sequence[Shape]) -> list[Span]:
+        found, before = [], 0
+        for k, size in enumerate(self.sizes):
+            first, last = max(start - before, 0), min(stop - before, size)
+            if first < last:
+                found.append((k, first, last))
+            before += size
+        return found
+
+    def make(self, parts: Tensors) -> torch.Tensor:
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def backward(self, tensors: Tensors) -> Tensors:
         return list(tensors[0].split(list(self.sizes)))
 
 
 @dataclass(frozen=True, slots=True)
-class Stack:
+class Stack(Same):
     """Per-expert tensors, `each` of them an expert, joined along their rows and stacked over experts: [E, rows, columns]."""
 
-    each: int
-    lossy: bool = False
+    each: int = 1
 
-    def forward(self, tensors: Tensors) -> Tensors:
-        experts = [torch.cat(tensors[i : i + self.each]) for i in range(0, len(tensors), self.each)]
-        return [torch.stack(experts)]
+    def shapes(self, references: Sequence[Shape]) -> list[Shape]:
+        rows = sum(shape[0] for shape in references[: self.each])
+        return [(len(references) // self.each, rows, *references[0][1:])]
+
+    def spans(self, index: int, start: int, stop: int, references: Sequence[Shape]) -> list[Span]:
+        return [(k, 0, references[k][0]) for k in range(start * self.each, stop * self.each)]
+
+    def make(self, parts: Tensors) -> torch.Tensor:
+        experts = [parts[i] if self.each == 1 else torch.cat(parts[i : i + self.each]) for i in range(0, len(parts), self.each)]
+        return experts[0][None] if len(experts) == 1 else torch.stack(experts)
 
     def backward(self, tensors: Tensors) -> Tensors:
         return [part for expert in tensors[0] for part in expert.chunk(self.each)]
@@ -108,30 +149,43 @@ class GroupHeads:
         gate = {"gate": queries} if self.gated else {}
         return {"q": queries} | gate | {"k": self.width, "v": self.width}
 
-    def forward(self, tensors: Tensors) -> Tensors:
-        q_proj, k_proj, v_proj = tensors
+    @property
+    def unit(self) -> int:
+        return sum(self.parts.values())
+
+    def shapes(self, references: Sequence[Shape]) -> list[Shape]:
+        return [(self.groups * self.unit, *references[0][1:])]
+
+    def spans(self, index: int, start: int, stop: int, references: Sequence[Shape]) -> list[Span]:
+        first, last = start // self.unit, stop // self.unit
+        rows = (shape[0] // self.groups for shape in references)
+        return [(k, first * each, last * each) for k, each in enumerate(rows)]
+
+    def make(self, parts: Tensors) -> torch.Tensor:
+        q_proj, k_proj, v_proj = parts
+        groups = len(k_proj) // self.width
         kinds = 2 if self.gated else 1
         rest = q_proj.shape[1:]
-        query = q_proj.reshape(self.groups, self.heads // self.groups, kinds, self.width, *rest).transpose(1, 2)
-        query = query.reshape(self.groups, -1, *rest)
-        return [torch.cat([query, *(t.reshape(self.groups, self.width, *rest) for t in (k_proj, v_proj))], dim=1).flatten(0, 1)]
+        query = q_proj.reshape(groups, self.heads // self.groups, kinds, self.width, *rest).transpose(1, 2)
+        query = query.reshape(groups, -1, *rest)
+        return torch.cat([query, *(t.reshape(groups, self.width, *rest) for t in (k_proj, v_proj))], dim=1).flatten(0, 1)
 
     def backward(self, tensors: Tensors) -> Tensors:
         parts = self.named(tensors[0])
         kinds = [parts["q"], parts["gate"]] if self.gated else [parts["q"]]
         rest = tensors[0].shape[1:]
-        query = torch.stack([kind.reshape(self.heads, self.width, *rest) for kind in kinds], dim=1).reshape(-1, *rest)
+        query = torch.stack([kind.reshape(-1, self.width, *rest) for kind in kinds], dim=1).reshape(-1, *rest)
         return [query, parts["k"], parts["v"]]
 
     def named(self, packed: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The rows of a packed tensor by part, heads in order."""
-        grouped = packed.reshape(self.groups, -1, *packed.shape[1:])
+        """The rows of a packed tensor (whole groups of it) by part, heads in order."""
+        grouped = packed.reshape(-1, self.unit, *packed.shape[1:])
         split = grouped.split(list(self.parts.values()), dim=1)
         return {name: part.flatten(0, 1) for name, part in zip(self.parts, split, strict=True)}
 
 
 @dataclass(frozen=True, slots=True)
-class MinusOne:
+class MinusOne(Same):
     """candidate = reference − 1, in the stored dtype: megatron-core's zero-centred gamma also reaches GatedDeltaNet's out_norm.
 
     Rounds: bf16(w − 1) loses half of all values in [0.25, 0.5) and more below.
@@ -139,11 +193,21 @@ class MinusOne:
 
     lossy: bool = True
 
-    def forward(self, tensors: Tensors) -> Tensors:
-        return [(tensors[0].double() - 1).to(tensors[0].dtype)]
+    def make(self, parts: Tensors) -> torch.Tensor:
+        return (parts[0].double() - 1).to(parts[0].dtype)
 
     def backward(self, tensors: Tensors) -> Tensors:
         return [(tensors[0].double() + 1).to(tensors[0].dtype)]
+
+
+def forward(op: Op, tensors: Sequence[torch.Tensor]) -> Tensors:
+    """Whole candidate tensors of whole reference tensors."""
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    found = []
+    for index, shape in enumerate(op.shapes(shapes)):
+        spans = op.spans(index, 0, shape[0], shapes)
+        found.append(op.make([tensors[k][start:stop] for k, start, stop in spans]))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +271,8 @@ class Rule:
     aliases: tuple[tuple[str, str], ...] = ()
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        made = self.op.forward(list(tensors))
+        """Every candidate tensor of the rule, whole."""
+        made = forward(self.op, tensors)
         return {candidate.name: tensor.contiguous() for candidate, tensor in zip(self.candidates, made, strict=True)}
 
     def parts(self, name: str, tensor: torch.Tensor) -> dict[Site, torch.Tensor]:

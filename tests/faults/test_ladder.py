@@ -23,9 +23,9 @@ from workshop import PROMPTS, REFERENCE, ROOT, Workshop
 from bisect_tool.__main__ import run
 from bisect_tool.args import plain
 from bisect_tool.candidate import CandidateRun
+from bisect_tool.checkpoint import open_checkpoint
 from bisect_tool.hf_directory import open_hf
 from bisect_tool.prompts import Batch
-from bisect_tool.torch_dist import open_torch_dist
 
 pytestmark = pytest.mark.ranks
 GOLDEN = ROOT / "golden"
@@ -65,7 +65,7 @@ def test_listening_changes_no_bit_of_either_side() -> None:
     with listening(reference.model, reference.taps):
         during = reference.forward(BATCH.ids(), BATCH.mask())
     assert torch.equal(before, during) and torch.equal(before, reference.forward(BATCH.ids(), BATCH.mask()))
-    checkpoint = open_torch_dist(GOLDEN / "tiny-qwen3.5-moe-torch_dist")
+    checkpoint = open_checkpoint(GOLDEN / "tiny-qwen3.5-moe-torch_dist")
     candidate = CandidateRun(family, plain(checkpoint.args), "slime", checkpoint.path, Parallel(), torch.float32, "cpu", BATCH)
     candidate.build()
     rows = [list(row) for row in BATCH.rows]
@@ -86,7 +86,7 @@ def test_a_conversion_without_mtp_says_what_it_left_out(tmp_path: Path, capsys: 
     out = tmp_path / "out"
     assert run(["convert", "--reference", str(REFERENCE), "--out", str(out), "--no-mtp", "--layout", "native"]) == 0
     assert "left out 65 reference tensors: multi-token prediction" in capsys.readouterr().out
-    assert not [key for key in open_torch_dist(out).tensors if key.startswith("mtp.")]
+    assert not [key for key in open_checkpoint(out).tensors if key.startswith("mtp.")]
     assert run(["audit", "--reference", str(REFERENCE), "--candidate", str(out), "--out", str(tmp_path / "report")]) == 0
     skipped = next(stage for stage in page_of(tmp_path / "report")["stages"] if stage["name"] == "weights")["skipped"]
     assert "mtp.*" in [one["what"] for one in skipped]

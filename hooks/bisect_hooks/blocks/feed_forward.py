@@ -140,7 +140,7 @@ class Experts:
         if f"{hf}experts.0.gate_proj.weight" in known:
             pairs = tuple(f"{hf}experts.{e}.{name}_proj.weight" for e in range(dims.experts) for name in ("gate", "up"))
             downs = tuple(f"{hf}experts.{e}.down_proj.weight" for e in range(dims.experts))
-            experts = [Rule(one, pairs, (fc1,), Stack(2)), Rule(two, downs, (fc2,), Stack(1))]
+            experts = [Rule(one, pairs, (fc1,), Stack(each=2)), Rule(two, downs, (fc2,), Stack(each=1))]
         else:
             experts = [Rule(one, (f"{hf}experts.gate_up_proj",), (fc1,)), Rule(two, (f"{hf}experts.down_proj",), (fc2,))]
         rules = [norm_rule(place), Rule(place.site("router", "logits"), (f"{hf}gate.weight",), (Made(f"{own}router.weight"),)), *experts]
@@ -234,7 +234,7 @@ def gated_rules(place: Place, module: str, hf: str, own: str, width: int) -> lis
     """A gated MLP: Megatron packs [gate; up] into linear_fc1 and cuts each half on its own."""
     pair = tuple(f"{hf}{name}_proj.weight" for name in ("gate", "up"))
     return [
-        Rule(place.site(module, "fc1"), pair, (Made(f"{own}linear_fc1.weight", HALVES),), Join((width, width))),
+        Rule(place.site(module, "fc1"), pair, (Made(f"{own}linear_fc1.weight", HALVES),), Join(sizes=(width, width))),
         Rule(place.site(module, "fc2"), (f"{hf}down_proj.weight",), (Made(f"{own}linear_fc2.weight", COLUMNS),)),
     ]
 

@@ -90,7 +90,7 @@ class LinearAttention:
             ]
         own = f"{target}self_attention."
         fused = ((f"{target}input_layernorm.weight", f"{own}in_proj.layer_norm_weight"),)
-        three = Split((key, key, value))
+        three = Split(sizes=(key, key, value))
 
         def inside(names: Sequence[str], tensor: str = "in_proj") -> list[Made]:
             return [Made(f"{own}{tensor}.weight.{name}", ROWS) for name in names]
@@ -98,8 +98,8 @@ class LinearAttention:
         if dims.interleaved:
             wide = ratio * dims.value_width
             projected = [
-                rule("in_proj", "in_proj_qkvz.weight", inside(("query", "key", "value", "z")), Deinterleave(dims.key_heads, (dims.key_width, dims.key_width, wide, wide))),
-                rule("in_proj", "in_proj_ba.weight", inside(("beta", "alpha")), Deinterleave(dims.key_heads, (ratio, ratio))),
+                rule("in_proj", "in_proj_qkvz.weight", inside(("query", "key", "value", "z")), Deinterleave(heads=dims.key_heads, sizes=(dims.key_width, dims.key_width, wide, wide))),
+                rule("in_proj", "in_proj_ba.weight", inside(("beta", "alpha")), Deinterleave(heads=dims.key_heads, sizes=(ratio, ratio))),
             ]  # fmt: skip
         else:
             projected = [

@@ -1,0 +1,162 @@
+"""Total accounting: every tensor on both sides is made by a row of the table, left out on purpose, or a finding by name."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from bisect_hooks.site import Site
+from bisect_hooks.table import Cut, Made, Rule
+
+from bisect_tool.audit import Audit, Auditor
+from bisect_tool.compare import same_tensor
+from bisect_tool.faults import Finding, Proof, Relation, without_layer
+from bisect_tool.hf_directory import HuggingFaceDirectory
+from bisect_tool.sides import Cast, Expected, StoredSide, TableSide
+
+
+def account(auditor: Auditor, missing: Sequence[str], audit: Audit) -> None:
+    """Adds findings for what is missing, renamed, extra or stale, and lines for what was left out."""
+    if isinstance(auditor.candidate, StoredSide):
+        _checkpoint(auditor, auditor.candidate, missing, audit)
+    elif isinstance(auditor.candidate, TableSide):
+        _export(auditor, auditor.candidate, missing, audit)
+    if isinstance(auditor.reference, TableSide):
+        _unread(auditor, auditor.reference.directory, audit)
+
+
+def _checkpoint(auditor: Auditor, side: StoredSide, missing: Sequence[str], audit: Audit) -> None:
+    extra = [key for key in side.checkpoint.tensors if key not in side.known]
+    renamed: dict[str, str] = {}
+    for name in missing:
+        expected = auditor.expected(name)
+        same = [
+            key
+            for key in extra
+            if key not in renamed.values()
+            and side.checkpoint.tensors[key].shape == expected.shape
+            and same_tensor(Cast(expected, side.checkpoint.tensors[key].dtype), side.checkpoint.tensor(key))
+        ]
+        if same:
+            renamed[name] = same[0]
+            audit.findings.append(_names_only(auditor, name, side.checkpoint.tensors[same[0]].on_disk))
+        else:
+            audit.findings.append(_missing(auditor, name, extra))
+    for key in extra:
+        if key not in renamed.values():
+            near = difflib.get_close_matches(key, auditor.row_of, n=1)
+            mtp = re.match(r"mtp\.layers\.(\d+)\.", key)
+            site = Site("mtp", int(mtp[1]), "layer") if mtp else auditor.row_of[near[0]][0].site if near else Site("embedding")
+            audit.findings.append(_extra(auditor, side.checkpoint.tensors[key].on_disk, site))
+
+
+def _names_only(auditor: Auditor, name: str, disk: str) -> Finding:
+    rule, made = auditor.row_of[name]
+    tail = disk.rsplit(".", 2)[-2] if disk.count(".") > 1 else disk
+    proof = Proof(f"read it as {name}: every byte is equal", None, 0.0, "no other tensor of the candidate equals it")
+    found = auditor.finding(rule.site, made, Relation("names-only", {"name": tail}), proof)
+    return _named(found, (disk,))
+
+
+def _missing(auditor: Auditor, name: str, extra: Sequence[str]) -> Finding:
+    rule, made = auditor.row_of[name]
+    setting = auditor.off.get(rule.site.module)
+    if setting is not None:
+        detail = {"flag": setting.flag, "switched": "off"}
+        said = f"the candidate's args say {setting.arg} is off, so no such tensor is made"
+        proof = Proof(said, None, None, "tensors of the other modules are all there")
+        return auditor.finding(rule.site, made, Relation("missing", detail), proof, cls="model-definition")
+    near = difflib.get_close_matches(name, extra, n=1)
+    proof = Proof("look for it by name and by bytes among the candidate's tensors", None, None, "every tensor that is there was found")
+    relation = Relation("missing", {"nearest": near[0]} if near else {}, rule=without_layer(near[0]) if near else "")
+    return auditor.finding(rule.site, made, relation, proof)
+
+
+def _extra(auditor: Auditor, disk: str, site: Site) -> Finding:
+    proof = Proof("look for a row of the table that makes it", None, None, "every other tensor has one")
+    found = auditor.finding(site, Made("", Cut("")), Relation("extra", {"name": disk}, rule=without_layer(disk)), proof)
+    return _named(found, (disk,), reference=())
+
+
+def _named(found: Finding, candidate: tuple[str, ...], reference: tuple[str, ...] | None = None) -> Finding:
+    return replace(found, tensors=(found.tensors[0] if reference is None else reference, candidate), made="")
+
+
+def _export(auditor: Auditor, side: TableSide, missing: Sequence[str], audit: Audit) -> None:
+    """What an exported directory lacks, and what it holds besides."""
+    for name in missing:
+        audit.findings.append(_missing(auditor, name, ()))
+    read = {name for rule in side.rules for name in rule.references}
+    left = [name for name in side.directory.names if name not in read]
+    fused = {name: found for name, found in _other_style(auditor, side, read).items() if name in left}
+    for name, (rule, made, tensor) in fused.items():
+        audit_stale(auditor, side, name, rule, made, tensor, audit)
+    for name in left:
+        if name in fused:
+            continue
+        why = auditor.family.left_out(name, auditor.dims)
+        if why is None:
+            near = difflib.get_close_matches(name, read, n=1)
+            site = next((rule.site for rule in side.rules if near and near[0] in rule.references), Site("embedding"))
+            audit.findings.append(_extra(auditor, side.directory.on_disk(name), site))
+        else:
+            audit.skipped.append((side.directory.on_disk(name), why))
+
+
+def _other_style(auditor: Auditor, side: TableSide, read: Iterable[str]) -> dict[str, tuple[Rule, Made, Expected]]:
+    """Tensors that would be read if those that were read were not there: experts kept fused and one by one."""
+    names = [name for name in side.directory.names if name not in set(read)]
+    layout = "slime" if any(".linear_attn." in name for name, _ in auditor.row_of.items()) else "native"
+    found: dict[str, tuple[Rule, Made, Expected]] = {}
+    for rule in auditor.family.rules(auditor.dims, layout, names, mtp=bool(auditor.family.mtp_tensors(names, auditor.dims))):  # type: ignore[arg-type]
+        if set(rule.references) <= set(names):
+            for index, made in enumerate(rule.candidates):
+                if made.name in auditor.row_of:
+                    tensor = Expected(rule, index, tuple(side.directory.tensor(one) for one in rule.references))
+                    found |= dict.fromkeys(rule.references, (rule, made, tensor))
+    return found
+
+
+def audit_stale(auditor: Auditor, side: TableSide, name: str, rule: Rule, made: Made, tensor: Expected, audit: Audit) -> None:
+    """A second source of a tensor that was read from elsewhere: the same, the base model's, or something else."""
+    chosen, base = side.tensor(made.name), auditor.expected(made.name)
+    assert chosen is not None
+    disk = side.directory.on_disk(name)
+    if same_tensor(Cast(tensor, chosen.dtype), chosen):
+        audit.notes.append(f"{disk} holds again, with the same values, what is there one by one")
+        return
+    stale = same_tensor(Cast(tensor, base.dtype), base)
+    source = f"it is the {auditor.reference.word}'s" if stale else "it is neither the reference's nor what is there one by one"
+    proof = Proof(
+        f"compare {disk} with what is there one by one: they disagree; {source}, every byte" if stale else f"compare {disk}: {source}",
+        None, 0.0 if stale else None, "a loader takes one of the two, and the other is dropped in silence",
+    )  # fmt: skip
+    relation = Relation("stale" if stale else "extra", {"of": auditor.reference.word} if stale else {"name": disk}, rule="two sources")
+    audit.findings.append(_named(auditor.finding(rule.site, made, relation, proof), (disk,)))
+
+
+def _unread(auditor: Auditor, directory: HuggingFaceDirectory, audit: Audit) -> None:
+    """Reference tensors that no row reads: left out for a reason, or not compared."""
+    read = {name for rule in auditor.rules for name in rule.references}
+    mtp = set(auditor.family.mtp_tensors(directory.names, auditor.dims))
+    left: dict[str, int] = {}
+    for name in directory.names:
+        if name in read:
+            continue
+        why = auditor.family.left_out(name, auditor.dims)
+        if why is None:
+            near = difflib.get_close_matches(name, read, n=2)
+            audit.missing.append(f"{directory.on_disk(name)}: no row of the table reads it (nearest: {', '.join(near) or 'none'})")
+        elif name not in mtp or not any(what == "mtp.*" for what, _ in audit.skipped):
+            left[why] = left.get(why, 0) + 1
+    audit.skipped += [(f"{count} reference tensors", why) for why, count in left.items()]
+    if directory.quantised:
+        audit.notes.append(
+            f"{len(directory.quantised)} matrices of {directory.path.name} are FP8: compared as bfloat16 times their block scales"
+        )
+    if directory.strays:
+        audit.notes.append(
+            f"{directory.path.name} holds files that its index does not name, which nothing reads: {', '.join(directory.strays[:3])}"
+        )

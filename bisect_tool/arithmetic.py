@@ -1,0 +1,216 @@
+"""Numbers that were changed where they are: constants, scales, offsets, roundings, fresh initialisation.
+
+Except for an initialisation, which has no bytes to check, a change is proposed from a sample and holds only where applying it gives
+every byte.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from bisect_tool.compare import bits, same_bytes
+from bisect_tool.orders import Change
+from bisect_tool.places import Tensor, steps
+
+SAMPLE = 1 << 16
+FP8_BLOCK = 128
+# significant bits of a dtype, the hidden one included
+PRECISION = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24, torch.float64: 53}
+
+
+def constant(tensor: Tensor, start: int, stop: int) -> float | None:
+    """The one value that rows start..stop hold, or None."""
+    first: torch.Tensor | None = None
+    for a, b in steps(stop - start, tensor.unit, _row_bytes(tensor)):
+        flat = bits(tensor.rows(start + a, start + b)).flatten()
+        first = flat[0] if first is None else first
+        if not bool((flat == first).all()):
+            return None
+    return float(tensor.rows(start, start + tensor.unit).flatten()[0])
+
+
+def constant_change(value: float, experiment: str = "every element compared with it") -> Change:
+    """What a constant block is called."""
+    if value == 0:
+        return Change("zero", {}, lambda block: torch.zeros_like(block), "every element compared with 0", "the reference's is not zero")
+    if math.isnan(value):
+        fill = float("nan")
+        return Change("nan", {}, lambda block: torch.full_like(block, fill), "every element is NaN", "the reference's is finite")
+    detail = {"distribution": "constant", "value": value}
+    return Change(
+        "init", detail, lambda block: torch.full_like(block, value), f"{experiment} ({value:g})", "the reference's is not constant"
+    )
+
+
+def moved(want: torch.Tensor, got: torch.Tensor) -> Change | None:
+    """A scale, an offset or a rounding that makes `got` of `want`, or None.  Both in the stored dtype."""
+    if want.shape != got.shape or got.dtype not in PRECISION:
+        return None
+    return _scaled(want, got) or _offset(want, got) or _rounded(want, got)
+
+
+def _scaled(want: torch.Tensor, got: torch.Tensor) -> Change | None:
+    w, g, slack = _sampled(want, got)
+    usable = (w != 0) & (g != 0)
+    if not bool(usable.any()) or bool(((w == 0) != (g == 0)).any()):
+        return None
+    w, g, slack = w[usable], g[usable], slack[usable]
+    ends = torch.stack([(g - slack) / w, (g + slack) / w]).sort(0).values
+    for value in simplest(float(ends[0].max()), float(ends[1].min())):
+        change = Change(
+            "scale", {"value": value}, partial(_times, value=value),
+            f"multiply the reference by {value:g}, compare every byte", f"multiplied by {1 / value if value else 0:g} instead it differs",
+        )  # fmt: skip
+        if value != 1 and same_bytes(change.apply(want), got):
+            return change
+    return None
+
+
+def _offset(want: torch.Tensor, got: torch.Tensor) -> Change | None:
+    w, g, slack = _sampled(want, got)
+    for value in simplest(float((g - slack - w).max()), float((g + slack - w).min())):
+        change = Change(
+            "offset", {"value": value}, partial(_plus, value=value),
+            f"add {value:g} to the reference, compare every byte", f"with {-value:g} added instead it differs",
+        )  # fmt: skip
+        if value != 0 and same_bytes(change.apply(want), got):
+            return change
+    return None
+
+
+def _rounded(want: torch.Tensor, got: torch.Tensor) -> Change | None:
+    some = 2 * FP8_BLOCK  # rows that rule most roundings out before the whole is rounded
+    for through, apply in roundings():
+        whole = isinstance(apply, Quantised) and apply.grain == "tensor"
+        if (whole or same_bytes(apply(want[:some]), got[:some].contiguous())) and same_bytes(apply(want), got):
+            return Change(
+                "rounded", {"through": through}, apply, f"round the reference through {through}, compare every byte", "unrounded it differs"
+            )
+    return None
+
+
+def roundings() -> Iterator[tuple[str, Callable[[torch.Tensor], torch.Tensor]]]:
+    """Roundings that converters do, by name."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2):
+        yield str(dtype).removeprefix("torch."), partial(_through, dtype=dtype)
+    for sign, name in ((-1.0, "w − 1"), (1.0, "w + 1")):
+        yield (
+            f"bfloat16 of {name}",
+            partial(_there_and_back, by=sign),
+        )
+    for through, size in (("float8_e4m3fn", 448.0), ("int8", 127.0), ("int4", 7.0)):
+        for grain in ("tensor", "row", f"block of {FP8_BLOCK}", f"group of {FP8_BLOCK}", "group of 32"):
+            yield f"{through}, one scale a {grain}", Quantised(through, size, grain)
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """To a narrow dtype and back: scale = largest / `size` of each grain."""
+
+    through: str
+    size: float
+    grain: str
+
+    def __call__(self, block: torch.Tensor) -> torch.Tensor:
+        if block.dim() < 2:
+            return block
+        wide = block.float()
+        if self.grain == "tensor":
+            scale = wide.abs().amax() / self.size
+        elif self.grain == "row":
+            scale = wide.abs().amax(-1, keepdim=True) / self.size
+        else:
+            width = int(self.grain.rpartition(" ")[2])
+            rows = width if self.grain.startswith("block") else 1
+            scale = _grains(wide, rows, width) / self.size
+        scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+        narrow = wide / scale
+        narrow = (
+            narrow.to(torch.float8_e4m3fn).float() if self.through.startswith("float8") else narrow.round().clamp(-self.size - 1, self.size)
+        )
+        return (narrow * scale).to(block.dtype)
+
+
+def _grains(wide: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """The largest magnitude of each grain of [.. r c], spread over it."""
+    r, c = wide.shape[-2:]
+    padded = torch.nn.functional.pad(wide.abs(), (0, -c % columns, 0, -r % rows))
+    *more, high, wide_columns = padded.shape
+    largest = padded.reshape(*more, high // rows, rows, wide_columns // columns, columns).amax((-3, -1))
+    return largest.repeat_interleave(rows, -2).repeat_interleave(columns, -1)[..., :r, :c]
+
+
+def fresh(want: torch.Tensor, got: torch.Tensor, std: float) -> Change | None:
+    """A normal initialisation that never saw the reference.  There are no bytes to check, so this is statistics, and says so."""
+    w, g, _ = _sampled(want, got)
+    n = g.numel()
+    if n < 256 or not bool(g.isfinite().all()) or float(g.std()) == 0 or float(w.std()) == 0:
+        return None
+    spread, centred = float(g.std()), g - g.mean()
+    kurtosis = float((centred**4).mean() / spread**4)
+    tied = float((centred * (w - w.mean())).mean() / (spread * w.std()))
+    near = abs(spread / std - 1) < 5 / math.sqrt(2 * n) + 2**-8
+    if (
+        not near
+        or abs(float(g.mean())) > 5 * spread / math.sqrt(n)
+        or abs(kurtosis - 3) > 5 * math.sqrt(24 / n)
+        or abs(tied) > 5 / math.sqrt(n)
+    ):
+        return None
+    experiment = f"statistics of {n} elements: normal, standard deviation {spread:.4g} ({std:g} is what an initialisation gives), correlation with the reference {tied:+.3f}"
+    return Change(
+        "init",
+        {"distribution": "normal", "std": std},
+        lambda block: block,
+        experiment,
+        f"the reference's own standard deviation is {float(w.std()):.4g}",
+    )
+
+
+def _times(block: torch.Tensor, value: float) -> torch.Tensor:
+    return (block.double() * value).to(block.dtype)
+
+
+def _plus(block: torch.Tensor, value: float) -> torch.Tensor:
+    return (block.double() + value).to(block.dtype)
+
+
+def _through(block: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return block.to(dtype).to(block.dtype)
+
+
+def _there_and_back(block: torch.Tensor, by: float) -> torch.Tensor:
+    """w → w + by → w, each step in bfloat16: a norm whose gamma is centred and put back."""
+    return ((block.float() + by).to(torch.bfloat16).float() - by).to(torch.bfloat16).to(block.dtype)
+
+
+def simplest(low: float, high: float) -> list[float]:
+    """Numbers between two bounds, the ones a person would write first; none when there is nothing between them."""
+    if not (math.isfinite(low) and math.isfinite(high)) or low > high:
+        return []
+    found: list[float] = []
+    middle = (low + high) / 2
+    for digits in range(13):
+        near = round(middle, digits)
+        if low <= near <= high and near not in found:
+            found.append(near)
+    if low > 0 and 2.0 ** round(math.log2(middle)) >= low and 2.0 ** round(math.log2(middle)) <= high:
+        found.insert(0, 2.0 ** round(math.log2(middle)))
+    return [*found[:4], middle]
+
+
+def _sampled(want: torch.Tensor, got: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Elements of both, and half a unit in the last place of the candidate's (an upper bound of it)."""
+    step = max(1, want.numel() // SAMPLE)
+    w, g = want.flatten()[::step].double(), got.flatten()[::step].double()
+    slack = g.abs() * 2.0 ** -PRECISION[got.dtype] + 2.0**-130
+    return w, g, slack
+
+
+def _row_bytes(tensor: Tensor) -> int:
+    return math.prod(tensor.shape[1:]) * tensor.dtype.itemsize
