@@ -56,7 +56,7 @@ def _names_only(auditor: Auditor, name: str, disk: str) -> Finding:
     rule, made = auditor.row_of[name]
     tail = disk.rsplit(".", 2)[-2] if disk.count(".") > 1 else disk
     proof = Proof(f"read it as {name}: every byte is equal", None, 0.0, "no other tensor of the candidate equals it")
-    found = auditor.finding(rule.site, made, Relation("names-only", {"name": tail}), proof)
+    found = auditor.finding(rule.site, made, Relation("names-only", {"name": tail, "as": name}, rule=tail), proof)
     return _named(found, (disk,))
 
 

@@ -23,7 +23,7 @@ from bisect_tool.orders import WAYS, even_cut, reordered
 from bisect_tool.places import Tensor, steps
 from bisect_tool.relations import Search, Wrong
 from bisect_tool.shards import Shard, shard_of
-from bisect_tool.sides import Cast, Side, StoredSide, TableSide
+from bisect_tool.sides import Cast, First, Side, StoredSide, TableSide
 
 FAMILY_ROUNDING = Tolerance(0.0, "bytes equal after one rounding to the stored dtype")
 PACKED = re.compile(r"(.*\.(?:in_proj|conv1d)\.(?:weight|bias))\.\w+")
@@ -45,6 +45,7 @@ class Audit:
     experts: int = 0
     read: int = 0
     holes: int = 0
+    trained: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,8 @@ class Auditor:
         expected = self.expected(compared.name)
         assert candidate is not None
         cast = expected if expected.dtype == candidate.dtype else Cast(expected, candidate.dtype)
+        if self.padding(compared.name, expected, candidate):
+            candidate = First(candidate, expected.shape[0])  # what only pads the vocabulary is of no tensor of the reference
         return Wrong(rule, made, cast, candidate, compared, expected.shape[0])
 
     def explain(self, compared: Compared) -> tuple[Relation, Proof]:

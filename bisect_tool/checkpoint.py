@@ -48,6 +48,12 @@ class Checkpoint:
             raise UsageError(f"{self.path} keeps args as a {type(args).__name__}, not as a table")
         return dict(vars(args))
 
+    @cached_property
+    def core_reads(self) -> bool:
+        """Whether the megatron-core that is installed loads it: torch_dist with a common.pt, one tensor a key."""
+        whole = all(stored.on_disk == name for name, stored in self.tensors.items())
+        return self.format == "torch_dist" and (self.path / "common.pt").is_file() and whole
+
     @property
     def iteration(self) -> int | None:
         found = self.common.get("iteration")

@@ -21,6 +21,7 @@ from bisect_tool.candidate import Built
 from bisect_tool.checkpoint import TRACKER
 from bisect_tool.hf_directory import HuggingFaceDirectory, open_hf
 from bisect_tool.ranks import WORLDS
+from bisect_tool.rewrite import without_path
 
 RELEASE = "release"
 
@@ -66,6 +67,7 @@ def convert(reference: Path, out: Path, layout: CheckpointLayout, parallel: Para
             raise UsageError(
                 f"megatron-core wants {unmade[0]} and no row of the table makes it ({len(unmade)} such)", hint=f"nearest: {', '.join(near)}"
             )
+        without_path(partial / RELEASE)
         (partial / TRACKER).write_text(RELEASE)
     keys = {key for answer in answers for key in answer["keys"]}
     return Converted(out, layout, parallel, len(keys), left_out)

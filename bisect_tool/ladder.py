@@ -220,6 +220,7 @@ def weights_stage(job: Job, result: StageResult, _answers: list[dict[str, str]])
     for between, found, faults, minor in run_weights(job.sides, job.explained, job.jobs or jobs_for(job.sides), job.out, job.progress):
         result.faults += faults
         result.minor += minor
+        result.trained = result.trained or found.trained
         tensors, experts = tensors + found.tensors, experts + found.experts
         result.skipped += found.skipped
         several = job.export is not None and job.candidate_path is not None
@@ -260,7 +261,7 @@ def provenance(job: Job) -> Mapping[str, Any]:
         "export": str(job.export) if job.export is not None else None,
         "layout": job.candidate.layout if job.candidate_path is not None else None,
         "digests": {"prompts": job.batch.digest} if job.prompts is not None else {},
-        "parallel": job.parallel.shown(),
+        "parallel": (job.written_under or job.parallel if job.stages == ("weights",) else job.parallel).shown(),
         "dtype": job.dtype if "forward" in job.stages else None,
         "device": job.device if "forward" in job.stages else None,
         "prompts": f"{job.prompts} ({len(job.batch.rows)} prompts, {job.batch.tokens} tokens)" if job.prompts is not None else None,

@@ -13,6 +13,7 @@ from bisect_hooks.errors import UsageError
 from bisect_hooks.table import Made, Rule
 
 from bisect_tool.checkpoint import Checkpoint
+from bisect_tool.compare import same_tensor
 from bisect_tool.places import Piece, Shape, Stored
 from bisect_tool.torch_file import Placed, open_torch
 
@@ -24,6 +25,7 @@ EXPERT = (
     re.compile(r"(.*\.experts)\.local_experts\.(\d+)\.(linear_fc[12]\.\w+)"),
     re.compile(r"(.*\.experts)\.(linear_fc[12]\.(?:weight|bias))(\d+)"),
 )
+EMBEDDING = "embedding.word_embeddings.weight"
 NOT_WEIGHTS = ("_extra_state",)
 Rank = tuple[int, int, int]
 
@@ -39,7 +41,7 @@ class LegacyCheckpoint(Checkpoint):
 
     @property
     def holds_mtp(self) -> bool:
-        return any(".mtp." in key or key.startswith("mtp.") for key in self.tensors)
+        return any("mtp.layers." in key for key in self.tensors)
 
     def joined(self, rules: Sequence[Rule], shapes: Mapping[str, Shape]) -> Checkpoint:
         """The checkpoint with global tensors.  shapes: what each made tensor should be, which is how packed rows are told apart"""
@@ -76,7 +78,7 @@ def open_legacy(root: Path) -> LegacyCheckpoint:
                 held = chunks.setdefault(int(chunk[1] or 0), {})
                 for name, placed in entry.items():
                     if isinstance(placed, Placed) and not any(word in name for word in NOT_WEIGHTS):
-                        name = name.removeprefix("module.")
+                        name = name.removeprefix("module.").replace(".mtp_model_layer.", ".transformer_layer.")  # as 0.19 calls it
                         held[name] = placed
                         tensors[f"{folder.name}/{key}/{name}"] = _bare(f"{folder.name}/{key}/{name}", placed)
             elif key == "optimizer":
@@ -233,8 +235,16 @@ class _Ranks:
         return found
 
     def _replica(self, rank: Rank, chunk: int, name: str) -> bool:
-        """What is not read because another rank holds the same."""
-        return any((other, chunk, name) in self.taken for other in self.ranks if other[1] == rank[1])
+        """What is not read because another rank holds the same: expert ranks, and the embedding that a last stage keeps a copy of."""
+        if any((other, chunk, name) in self.taken for other in self.ranks if other[1] == rank[1]):
+            return True
+        if not name.startswith(("embedding.", "output_layer.")):
+            return False
+        first = next(
+            (held.get(EMBEDDING) for other, chunks in self.ranks.items() if other[:2] == (rank[0], 0) for held in chunks.values()), None
+        )
+        here = self.ranks[rank][chunk][name]
+        return first is not None and same_tensor(_bare(name, here), _bare(name, first))
 
 
 def _assembled(shards: Sequence[tuple[int, Placed]], made: Made, axis: str) -> tuple[tuple[Piece, ...], Shape]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
-import pickle
 import shutil
-from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +16,9 @@ from bisect_tool.args import parallel_args, parallel_of, plain
 from bisect_tool.candidate import Built
 from bisect_tool.checkpoint import TRACKER, Checkpoint, open_checkpoint
 from bisect_tool.conversion import RELEASE, check_empty, whole
-from bisect_tool.pickles import load_pickle, load_torch
-from bisect_tool.places import Piece
 from bisect_tool.plants import PLANTS, Copy
 from bisect_tool.ranks import WORLDS
+from bisect_tool.rewrite import Rewriting, without_path
 
 
 def listing() -> str:
@@ -49,18 +46,18 @@ def plant(fault: str, candidate: Path, out: Path, parallel: Parallel | None) -> 
         )
     check_sizes(dims, under)
     check_empty(out)
-    with whole(out) as partial:
-        target = partial / RELEASE
+    with whole(out) as unfinished:
+        target = unfinished / RELEASE
         if _same_cut(under, written):
             shutil.copytree(checkpoint.path, target)
         else:
             _write_under(checkpoint, family, args, under, target)
-        (partial / TRACKER).write_text(RELEASE)
+        (unfinished / TRACKER).write_text(RELEASE)
         copy = Copy(open_checkpoint(target), family, dims, under, args=parallel_args(under))
         one.edit(copy)
         apply(copy)
         if copy.patch:
-            (partial / "patch.py").write_text(copy.patch)
+            (unfinished / "patch.py").write_text(copy.patch)
     changed = (
         f"{len(copy.changed)} tensors changed, {len(copy.dropped)} dropped"
         if one.carrier != "code"
@@ -81,54 +78,19 @@ def _write_under(checkpoint: Checkpoint, family: Family, args: dict[str, Any], p
     world.call("build", what=what, checkpoint=None)
     common = {"args": args | parallel_args(parallel), "checkpoint_version": 3.0, "iteration": 0}
     world.call("save_again", checkpoint=checkpoint.path, out=target, common=common)
+    without_path(target)
 
 
 def apply(copy: Copy) -> None:
     """Writes the edits into the copy's files: chunks in place, args in common.pt, dropped tensors out of .metadata."""
-    root = copy.checkpoint.path
-    moved: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}
+    rewriting = Rewriting(copy.checkpoint.path, dropped=copy.dropped)
     for key, tensor in copy.changed.items():
         stored = copy.checkpoint.tensors[key]
         if tuple(tensor.shape) != stored.shape or tensor.dtype != stored.dtype:
             raise UsageError(f"{key} is {stored.dtype} {stored.shape}; a plant may not change that")
-        for piece in stored.pieces:
-            part = tensor[tuple(slice(at, at + size) for at, size in zip(piece.offset, piece.shape, strict=True))].clone()
-            place = _put(piece, part)
-            if place is not None:
-                moved[key, piece.offset] = place
-    if moved or copy.dropped:
-        _rewrite_metadata(root / ".metadata", moved, copy.dropped)
-    common = load_torch(root / "common.pt")
-    common["args"] = Namespace(**(vars(common["args"]) | copy.args))
-    torch.save(common, root / "common.pt")
+        rewriting.change(stored, partial(_part, tensor))
+    rewriting.finish(copy.args)
 
 
-def _put(piece: Piece, part: torch.Tensor) -> tuple[int, int] | None:
-    """Overwrites a chunk's blob; a blob of another length goes to the end of the file and its place is returned."""
-    buffer = io.BytesIO()
-    torch.save(part, buffer)
-    blob = buffer.getvalue()
-    assert piece.blob is not None
-    with piece.file.open("r+b") as file:
-        if len(blob) == piece.blob[0]:
-            file.seek(piece.start)
-            file.write(blob)
-            return None
-        place = file.seek(0, io.SEEK_END)
-        file.write(blob)
-        return place, len(blob)
-
-
-def _rewrite_metadata(path: Path, moved: dict[tuple[str, tuple[int, ...]], tuple[int, int]], dropped: set[str]) -> None:
-    metadata = load_pickle(path)
-    for key in dropped:
-        metadata.state_dict_metadata.pop(key)
-    for index in [index for index in metadata.storage_data if index.fqn in dropped]:
-        metadata.storage_data.pop(index)
-    for index, info in metadata.storage_data.items():
-        place = moved.get((index.fqn, tuple(index.offset or ())))
-        if place is not None:
-            info.offset, info.length = place
-    if dropped and getattr(metadata, "planner_data", None):
-        metadata.planner_data = {key: value for key, value in metadata.planner_data.items() if not any(one in str(key) for one in dropped)}
-    path.write_bytes(pickle.dumps(metadata))
+def _part(tensor: torch.Tensor, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+    return tensor[tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))]

@@ -153,7 +153,7 @@ def _probe_all(reference: Reference, said: Mapping[str, torch.Tensor]) -> dict[s
         if reference.dims.moe[layer]:
             tokens = said[f"layers.{layer}.pre_mlp_norm"]
             step = max(1, len(tokens) // PROBE_ROWS)
-            rows = tokens[::step][:PROBE_ROWS]
+            rows = tokens[::step][:PROBE_ROWS].clone()  # of few tokens this is all of them, and files hold no tensor twice
             first, inner, second = reference.probe_experts(layer, rows)
             probes |= {
                 f"layers.{layer}.experts.fc1:rows": rows,

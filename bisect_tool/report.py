@@ -35,6 +35,7 @@ class StageResult:
     probes: list[str] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     minor: list[Fault] = field(default_factory=list)
+    trained: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -34,6 +34,8 @@ def _sides(page: Mapping[str, Any]) -> list[str]:
         lines.append(
             f"candidate  {come['candidate']}  megatron-core {versions.get('megatron-core', '')}  {come.get('layout') or ''}  {sizes}".rstrip()
         )
+    if come.get("export"):
+        lines.append(f"export     {come['export']}")
     if come.get("prompts"):
         lines.append(f"prompts    {come['prompts']}" + (f"  {asked}" if asked else ""))
     return lines
@@ -65,13 +67,13 @@ def _fault(fault: Mapping[str, Any], number: int) -> list[str]:
         at = "".join(f"[{i}]" for i in difference["index"])
         lines += _wrapped(
             "  at", f"{fault['site']}: {_short(difference['relative_rms'])} relative rms (up to {_short(tolerance['relative_rms'])} allowed: {tolerance['source']}); "
-            f"largest at {at}: reference {_short(difference['reference_value'])}, candidate {_short(difference['candidate_value'])}",
+            f"largest at {at}: {fault['between'][0]} {_short(difference['reference_value'])}, {fault['between'][1]} {_short(difference['candidate_value'])}",
         )  # fmt: skip
     names = fault["tensors"]
-    for side in ("reference", "candidate"):
+    for side, word in zip(("reference", "candidate"), fault["between"], strict=True):
         if names[side]:
             more = f" and {len(names[side]) - 2} more" if len(names[side]) > 2 else ""
-            lines += _wrapped(f"  {side}", ", ".join(names[side][:2]) + more)
+            lines += _wrapped(f"  {word}", ", ".join(names[side][:2]) + more)
     if fault["shows_at"]:
         lines += _wrapped("  shows at", fault["shows_at"])
     if fault["proof"]:

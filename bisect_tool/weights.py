@@ -283,6 +283,7 @@ class Stage:
         auditor = self.auditor
         iteration = self.sides.checkpoint.iteration if self.sides.candidate is not None else None
         audit.missing.append(training.note(iteration))
+        audit.trained = True
         told = (training.median, training.moved, training.of)
         found = self.crew.answers(f"{self.between} trained", [(one.name, [one.to_json(), told]) for one in wrong])
         for one in wrong:

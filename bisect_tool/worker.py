@@ -22,8 +22,9 @@ from bisect_hooks.tap import Graft
 from safetensors.torch import save_file
 
 from bisect_tool.candidate import Built
-from bisect_tool.checkpoint import open_checkpoint
+from bisect_tool.checkpoint import Checkpoint, open_checkpoint
 from bisect_tool.hf_directory import HuggingFaceDirectory, open_hf
+from bisect_tool.legacy import LegacyCheckpoint
 from bisect_tool.prompts import Batch
 from bisect_tool.ranks import listen, say
 from bisect_tool.recording import Recording
@@ -52,9 +53,14 @@ class Rank:
         self.built = what
         if checkpoint is not None:
             # whatever is missing is a finding of the weights stage; here it must not become zeros or an old value
-            renamed = _renamed(self.candidate, checkpoint)
-            _check_shapes(self.candidate, checkpoint, renamed)
-            mcore.load(self.candidate, checkpoint, renamed)
+            stored = _opened(self.candidate, checkpoint)
+            renamed = _renamed(self.candidate, stored)
+            _check_shapes(self.candidate, stored, renamed)
+            if stored.core_reads:
+                mcore.load(self.candidate, stored.path, renamed)
+            else:
+                keys = {local.key: renamed.get(local.key, local.key) for local in mcore.local_tensors(self.candidate)}
+                mcore.fill(self.candidate, lambda key: stored.read(keys[key]) if keys[key] in stored.tensors else None, PADDED)
         if patch is not None:
             run_patch(patch, self.candidate)
         return {"missing": mcore.unfilled(self.candidate)}
@@ -133,7 +139,7 @@ class Rank:
         """Saves what was loaded from `checkpoint` under this layout, every tensor in the dtype it has there."""
         stored = open_checkpoint(checkpoint).tensors
         mcore.set_dtypes(self.here, lambda key: stored[key].dtype if key in stored else None)
-        mcore.load(self.here, checkpoint, _renamed(self.here, checkpoint))
+        mcore.load(self.here, checkpoint, _renamed(self.here, _opened(self.here, checkpoint)))
         self._write(out, common)
 
     def _write(self, out: Path, common: dict[str, Any]) -> None:
@@ -152,18 +158,26 @@ class Rank:
 PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
-def _renamed(candidate: mcore.Candidate, checkpoint: Path) -> dict[str, str]:
+def _opened(candidate: mcore.Candidate, path: Path) -> Checkpoint:
+    """The checkpoint with global tensors; ranks' own files are joined by the candidate's own table."""
+    found = open_checkpoint(path)
+    if not isinstance(found, LegacyCheckpoint):
+        return found
+    shapes = {local.key: local.global_shape for local in mcore.local_tensors(candidate)}
+    return found.joined(candidate.family.rules(candidate.dims, candidate.layout, (), mtp=candidate.dims.mtp > 0), shapes)
+
+
+def _renamed(candidate: mcore.Candidate, checkpoint: Checkpoint) -> dict[str, str]:
     """Keys of this build that the checkpoint keeps under another name (Transformer Engine fuses norms into linears)."""
-    stored = open_checkpoint(checkpoint).tensors
+    stored = checkpoint.tensors
     rules = candidate.family.rules(candidate.dims, candidate.layout, (), mtp=candidate.dims.mtp > 0)
     return {own: alias for rule in rules for own, alias in rule.aliases if own not in stored and alias in stored}
 
 
-def _check_shapes(candidate: mcore.Candidate, checkpoint: Path, renamed: dict[str, str]) -> None:
+def _check_shapes(candidate: mcore.Candidate, checkpoint: Checkpoint, renamed: dict[str, str]) -> None:
     """Refuses a checkpoint whose tensors are not of the sizes that its own args make.  Raises UsageError naming the first."""
-    stored = open_checkpoint(checkpoint).tensors
     for local in mcore.local_tensors(candidate):
-        found = stored.get(renamed.get(local.key, local.key))
+        found = checkpoint.tensors.get(renamed.get(local.key, local.key))
         if found is not None and found.shape != local.global_shape and local.key not in PADDED:
             raise UsageError(
                 f"{found.on_disk} is {list(found.shape)} in the checkpoint, its own args make it {list(local.global_shape)}",

@@ -1,0 +1,255 @@
+"""What an audit costs, as ratios taken in one run on this machine, each beside its bound: `make bench-audit`.
+
+A dense pair is written first (about 4 GB a side, a Qwen3.5-MoE of 64 layers), and thinner ones of 4 and 16 layers.  Every figure is
+the best of a few rounds that take turns, and comes from a process of its own; its clock starts when Python and torch are there.
+Exits with 70 when a bound is broken.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from bisect_hooks.family import family_of
+from bisect_hooks.parallel import Parallel
+from large import Dense, reference_shapes, write_candidate, write_reference
+
+LAYERS = (4, 16, 64)
+JOBS = (1, 2)
+EP, ROUNDS = 4, 3
+SPEED, FLAT, FAULTY, SEARCHED = 0.70, 0.10, 2.0, 2.0
+PARALLEL = Parallel(ep=EP)
+POLL = 0.01
+say = sys.stdout.write
+
+
+def geometry(layers: int) -> dict[str, Any]:
+    """About 64 MB a layer: sixteen experts, everything else in proportion."""
+    config: dict[str, Any] = json.loads((Path(__file__).parent / "config.json").read_text())
+    config["text_config"] |= {
+        "num_hidden_layers": layers, "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * (layers // 4), "hidden_size": 1024,
+        "head_dim": 128, "num_attention_heads": 8, "num_key_value_heads": 2, "linear_num_key_heads": 8, "linear_key_head_dim": 64,
+        "linear_num_value_heads": 16, "linear_value_head_dim": 64, "moe_intermediate_size": 512, "num_experts": 16,
+        "shared_expert_intermediate_size": 512, "vocab_size": 16384, "mtp_num_hidden_layers": 0,
+    }  # fmt: skip
+    return config
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A reference and its conversion."""
+
+    folder: Path
+    layers: int
+
+    @property
+    def reference(self) -> Path:
+        return self.folder / f"hf-{self.layers}"
+
+    @property
+    def candidate(self) -> Path:
+        return self.folder / f"torch_dist-{self.layers}"
+
+    def write(self, source: list[int] | None = None) -> int:
+        """source: which of the reference's experts each expert holds; with it only the candidate is written, again."""
+        config = geometry(self.layers)
+        family = family_of(config)
+        shapes = reference_shapes(family.reference_dimensions(config), mtp=False)
+        content = Dense(shapes, source or ())
+        size = 0 if source else write_reference(self.reference, config, shapes, content, shard=1 << 30)
+        if source:
+            for file in sorted(self.candidate.rglob("*"), reverse=True):
+                file.rmdir() if file.is_dir() else file.unlink()
+            self.candidate.rmdir()
+        write_candidate(self.candidate, family, config, shapes, PARALLEL, content)
+        return size
+
+    def files(self) -> list[Path]:
+        return [file for side in (self.reference, self.candidate) for file in sorted(side.rglob("*")) if file.is_file()]
+
+    def audit(self, jobs: int) -> dict[str, Any]:
+        """One audit in a process of its own: what `one` says, and the peaks of every process it was made of."""
+        command = [sys.executable, __file__, str(self.reference), str(self.candidate), str(jobs), str(self.folder / "report")]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+            peaks: dict[int, int] = {}
+            while child.poll() is None:
+                for one in [psutil.Process(child.pid), *_children(child.pid)]:
+                    peaks[one.pid] = max(peaks.get(one.pid, 0), _peak(one.pid))
+                time.sleep(POLL)
+            assert child.stdout is not None
+            answer: dict[str, Any] = json.loads(child.stdout.read().splitlines()[-1])
+        # multiprocessing's own tracker of resources is no worker: it never imports torch
+        held = sorted(peak for peak in peaks.values() if peak > 64 << 20)
+        return answer | {"peak": sum(held), "processes": len(held)}
+
+
+def _children(pid: int) -> list[psutil.Process]:
+    try:
+        return list(psutil.Process(pid).children(recursive=True))
+    except psutil.Error:
+        return []
+
+
+def _peak(pid: int) -> int:
+    """The most memory a process has held so far, as the kernel keeps it."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:")), 0)
+
+
+def cat(files: list[Path]) -> float:
+    """Seconds of `cat FILES > /dev/null`."""
+    started = time.perf_counter()
+    with Path(os.devnull).open("wb") as nothing:
+        subprocess.run(["cat", *map(str, files)], stdout=nothing, check=True)
+    return time.perf_counter() - started
+
+
+def one(reference: str, candidate: str, jobs: str, out: str) -> int:
+    """An audit in this process: seconds, verdict, memory that opening took, bytes of the reference mapped in each step."""
+    from bisect_tool import places, weights
+    from bisect_tool.crew import Work
+    from bisect_tool.ladder import Job, climb
+
+    step, mapped = ["open"], dict[str, int]()
+    view, work_of = places._view, weights.work_of
+
+    def counted_view(file: Path, start: int, *more: Any) -> Any:
+        found = view(file, start, *more)
+        if str(file).startswith(reference):
+            mapped[step[0]] = mapped.get(step[0], 0) + found.nbytes
+        return found
+
+    def stepped(sides: weights.Sides) -> Work:
+        work = work_of(sides)
+
+        def answer(name: str, argument: Any) -> Any:
+            step[0] = name.rpartition(" ")[2]
+            return work(name, argument)
+
+        return answer
+
+    if jobs == "1":  # what other processes map is not seen here
+        places._view, weights.work_of = counted_view, stepped
+    before = psutil.Process().memory_info().rss
+    started = time.perf_counter()
+    job = Job(Path(reference), Path(candidate), stages=("weights",), jobs=int(jobs), out=Path(out))
+    auditor = job.sides.auditor("reference-candidate")
+    for name in auditor.row_of:
+        auditor.candidate.tensor(name)
+    opened = psutil.Process().memory_info().rss - before
+    page = climb(job).to_json()
+    seconds = time.perf_counter() - started
+    faults = [(fault["modules"], fault["relation"]["kind"], len(fault["layers"])) for fault in page["faults"]]
+    say(json.dumps({"seconds": seconds, "verdict": page["verdict"], "faults": faults, "opened": opened, "mapped": mapped}) + "\n")
+    return 0
+
+
+class Bounds:
+    """Prints each figure beside its bound, and remembers whether one was broken."""
+
+    def __init__(self) -> None:
+        self.broken: list[str] = []
+
+    def check(self, what: str, value: float, holds: Callable[[float], bool], bound: str, more: str = "") -> None:
+        fine = holds(value)
+        say(f"{what}: {value:.2f} ({bound}){'' if fine else '  BROKEN'}{'; ' + more if more else ''}\n")
+        if not fine:
+            self.broken.append(what)
+
+
+def speed(pair: Pair, bounds: Bounds) -> dict[int, float]:
+    """The clean audit against `cat`, warm.  Returns the seconds by number of jobs."""
+    files = pair.files()
+    size = sum(file.stat().st_size for file in files)
+    cat(files)
+    read: list[float] = []
+    audited: dict[int, list[float]] = {jobs: [] for jobs in JOBS}
+    for _ in range(ROUNDS):
+        read.append(cat(files))
+        for jobs in JOBS:
+            answer = pair.audit(jobs)
+            assert answer["verdict"] == "agrees", answer
+            audited[jobs].append(answer["seconds"])
+    say(f"{size / 1e9:.1f} GB on both sides; cat A B > /dev/null, warm: {min(read):.2f} s, {size / min(read) / 1e9:.1f} GB/s\n")
+    for jobs, seconds in audited.items():
+        bounds.check(
+            f"bit-equal audit, --jobs {jobs}, speed of cat", min(read) / min(seconds), lambda ratio: ratio >= SPEED, f"at least {SPEED}",
+            f"{min(seconds):.2f} s, {size / min(seconds) / 1e9:.1f} GB/s",
+        )  # fmt: skip
+    return {jobs: min(seconds) for jobs, seconds in audited.items()}
+
+
+def memory(pairs: list[Pair], bounds: Bounds) -> None:
+    """Peaks by number of layers, without what each process holds of the metadata."""
+    for jobs in JOBS:
+        flat = []
+        for pair in pairs:
+            answer = pair.audit(jobs)
+            flat.append(answer["peak"] - answer["processes"] * answer["opened"])
+            say(
+                f"  {pair.layers} layers, --jobs {jobs}: {flat[-1] / 1e6:.0f} MB in {answer['processes']} processes, "
+                f"and {answer['opened'] / 1e6:.1f} MB of metadata in each\n"
+            )
+        what = f"peak memory, {', '.join(str(pair.layers) for pair in pairs)} layers, --jobs {jobs}, most by least"
+        bounds.check(what, max(flat) / min(flat), lambda ratio: ratio <= 1 + FLAT, f"at most {1 + FLAT}")
+
+
+def faulty(pair: Pair, clean: dict[int, float], bounds: Bounds) -> None:
+    """E01 in every layer against the clean audit, and what the search reads of the reference."""
+    experts = geometry(pair.layers)["text_config"]["num_experts"]
+    pair.write([e % (experts // EP) for e in range(experts)])
+    cat(pair.files())
+    for jobs in JOBS:
+        answers = [pair.audit(jobs) for _ in range(ROUNDS)]
+        for answer in answers:
+            assert answer["faults"] == [[["experts"], "duplicate", pair.layers]], answer["faults"]
+        seconds = min(answer["seconds"] for answer in answers)
+        bounds.check(
+            f"E01 in every layer, --jobs {jobs}, clean audits it takes", seconds / clean[jobs], lambda ratio: ratio <= FAULTY, f"at most {FAULTY}",
+            f"{seconds:.2f} s",
+        )  # fmt: skip
+        if jobs == 1:
+            mapped, size = answers[0]["mapped"], sum(file.stat().st_size for file in pair.reference.rglob("*.safetensors"))
+            searched = sum(count for step, count in mapped.items() if step not in ("open", "compare"))
+            steps = ", ".join(f"{step} {count / size:.2f}" for step, count in mapped.items())
+            bounds.check(
+                "the search reads the reference so many times",
+                searched / size,
+                lambda ratio: ratio <= SEARCHED,
+                f"at most {SEARCHED}",
+                steps,
+            )
+
+
+def main() -> int:
+    """Prints one line a figure."""
+    if len(sys.argv) > 1:
+        return one(*sys.argv[1:5])
+    bounds = Bounds()
+    with tempfile.TemporaryDirectory() as folder:
+        pairs = [Pair(Path(folder), layers) for layers in LAYERS]
+        for pair in pairs:
+            started = time.perf_counter()
+            size = pair.write()
+            say(f"wrote {pair.layers} layers, {size / 1e9:.2f} GB a side, in {time.perf_counter() - started:.0f} s\n")
+        memory(pairs, bounds)
+        clean = speed(pairs[-1], bounds)
+        faulty(pairs[-1], clean, bounds)
+    say("every bound holds\n" if not bounds.broken else f"broken: {', '.join(bounds.broken)}\n")
+    return 70 if bounds.broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
