@@ -198,6 +198,17 @@ def test_an_extra_norm_and_a_lost_projection_are_listed_tensor_by_tensor(tmp_pat
         assert said in refused.value.message
 
 
+def test_a_head_beside_the_embedding_it_is_tied_to_is_left_out(tmp_path: Path) -> None:
+    directory = tiny.make("llama", tmp_path)
+    stored = load_file(directory / "model.safetensors")
+    stored |= {"lm_head.weight": torch.zeros(211, 48), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    save_file(stored, directory / "model.safetensors")
+    opened = open_hf(directory)
+    family = family_of(opened.config)
+    left = check_table(family, family.reference_dimensions(opened.config), opened, "native", False)
+    assert sorted(left.values()) == [1, 1] and any("tied" in why for why in left)
+
+
 @repeatable
 @given(heads=st.integers(1, 4), sizes=st.lists(st.integers(1, 5), min_size=2, max_size=4), columns=st.integers(1, 3))
 def test_deinterleave_and_back(heads: int, sizes: list[int], columns: int) -> None:

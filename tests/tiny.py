@@ -63,6 +63,7 @@ def rope(theta: float, **more: float) -> dict[str, Any]:
 # family → (model_type, what its config says beside INITIAL)
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("qwen3_moe", EXPERTS | {"norm_topk_prob": True} | rope(1e6)),
+    "qwen3-moe-mixed": ("qwen3_moe", EXPERTS | {"norm_topk_prob": False, "mlp_only_layers": [1]} | rope(1e6)),
     "qwen3": ("qwen3", rope(1e6)),
     "qwen2": ("qwen2", {"tie_word_embeddings": True} | rope(1e6)),
     "llama": ("llama", {"tie_word_embeddings": True} | rope(1e5)),

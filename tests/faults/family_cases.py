@@ -46,6 +46,7 @@ EVERY = (0, 1, 2, 3)
 HYBRID: dict[str, Any] = {"full": (1, 3), "linear": (0, 2), "gated": True}
 FAMILIES = (
     Traits("qwen3-moe", moe=EVERY),
+    Traits("qwen3-moe-mixed", moe=(0, 2, 3)),
     Traits("qwen3"),
     Traits("qwen2", qk_norm=False, qkv_bias=True, tied=True),
     Traits("llama", qk_norm=False, tied=True),

@@ -140,6 +140,10 @@ class Decoder:
 
     def left_out(self, name: str, dims: Dimensions) -> str | None:
         """Why a reference tensor is not converted, or None.  Names are canonical: `model.visual.*`, `mtp.*`."""
+        if dims.tied and name == "lm_head.weight":
+            return "a head beside the embedding that it is tied to: transformers does not read it either"
+        if name.endswith(".rotary_emb.inv_freq"):
+            return "rotary frequencies: they are computed"
         why = next((why for prefix, why in self.left.items() if name.startswith(prefix)), None)
         return why or (self.mtp.left_out(name, dims) if self.mtp else None)
 
