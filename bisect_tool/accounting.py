@@ -18,7 +18,9 @@ from bisect_tool.sides import Cast, Expected, StoredSide, TableSide
 
 
 def account(auditor: Auditor, missing: Sequence[str], audit: Audit) -> None:
-    """Adds findings for what is missing, renamed, extra or stale, and lines for what was left out."""
+    """Adds findings for what is missing, renamed, extra or stale, and lines for what was left out or is equal in other words."""
+    for said, names in audit.settled.items():
+        audit.notes.append(f"{names[0]} is {said}" if len(names) == 1 else f"{names[0]} and {len(names) - 1} more are {said}")
     if isinstance(auditor.candidate, StoredSide):
         _checkpoint(auditor, auditor.candidate, missing, audit)
     elif isinstance(auditor.candidate, TableSide):
@@ -54,9 +56,10 @@ def _checkpoint(auditor: Auditor, side: StoredSide, missing: Sequence[str], audi
 
 def _names_only(auditor: Auditor, name: str, disk: str) -> Finding:
     rule, made = auditor.row_of[name]
-    tail = disk.rsplit(".", 2)[-2] if disk.count(".") > 1 else disk
+    words = zip(name.split("."), disk.split("."), strict=False)
+    word = next((found for wanted, found in words if wanted != found and not found.isdigit()), disk)
     proof = Proof(f"read it as {name}: every byte is equal", None, 0.0, "no other tensor of the candidate equals it")
-    found = auditor.finding(rule.site, made, Relation("names-only", {"name": tail, "as": name}, rule=tail), proof)
+    found = auditor.finding(rule.site, made, Relation("names-only", {"name": word, "as": name}, rule=word), proof)
     return _named(found, (disk,))
 
 
@@ -91,8 +94,10 @@ def _export(auditor: Auditor, side: TableSide, missing: Sequence[str], audit: Au
     read = {name for rule in side.rules for name in rule.references}
     left = [name for name in side.directory.names if name not in read]
     fused = {name: found for name, found in _other_style(auditor, side, read).items() if name in left}
-    for name, (rule, made, tensor) in fused.items():
-        audit_stale(auditor, side, name, rule, made, tensor, audit)
+    again = [name for name, found in fused.items() if not _stale(auditor, side, name, *found, audit)]
+    if again:
+        more = f" and {len(again) - 1} more hold" if len(again) > 1 else " holds"
+        audit.notes.append(f"{side.directory.on_disk(again[0])}{more} again, with the same values, what is there one by one")
     for name in left:
         if name in fused:
             continue
@@ -119,14 +124,13 @@ def _other_style(auditor: Auditor, side: TableSide, read: Iterable[str]) -> dict
     return found
 
 
-def audit_stale(auditor: Auditor, side: TableSide, name: str, rule: Rule, made: Made, tensor: Expected, audit: Audit) -> None:
-    """A second source of a tensor that was read from elsewhere: the same, the base model's, or something else."""
+def _stale(auditor: Auditor, side: TableSide, name: str, rule: Rule, made: Made, tensor: Expected, audit: Audit) -> bool:
+    """A second source of a tensor that was read from elsewhere: the same (False), the base model's, or something else."""
     chosen, base = side.tensor(made.name), auditor.expected(made.name)
     assert chosen is not None
     disk = side.directory.on_disk(name)
     if same_tensor(Cast(tensor, chosen.dtype), chosen):
-        audit.notes.append(f"{disk} holds again, with the same values, what is there one by one")
-        return
+        return False
     stale = same_tensor(Cast(tensor, base.dtype), base)
     source = f"it is the {auditor.reference.word}'s" if stale else "it is neither the reference's nor what is there one by one"
     proof = Proof(
@@ -135,6 +139,7 @@ def audit_stale(auditor: Auditor, side: TableSide, name: str, rule: Rule, made: 
     )  # fmt: skip
     relation = Relation("stale" if stale else "extra", {"of": auditor.reference.word} if stale else {"name": disk}, rule="two sources")
     audit.findings.append(_named(auditor.finding(rule.site, made, relation, proof), (disk,)))
+    return True
 
 
 def _unread(auditor: Auditor, directory: HuggingFaceDirectory, audit: Audit) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -29,35 +29,6 @@ def plain(args: Mapping[str, Any]) -> dict[str, Any]:
             found[name] = value
         elif isinstance(value, (list, tuple)) and all(isinstance(one, PLAIN) for one in value):
             found[name] = list(value)
-    return found
-
-
-# TransformerConfig and provider fields whose argument has another name, with the way from one value to the other
-RENAMED: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "layernorm_zero_centered_gamma": ("apply_layernorm_1p", bool),
-    "layernorm_epsilon": ("norm_epsilon", float),
-    "gated_linear_unit": ("swiglu", bool),
-    "share_embeddings_and_output_weights": ("untie_embeddings_and_output_weights", lambda value: not value),
-    "rotary_percent": ("rotary_percent", float),
-    "moe_router_num_groups": ("moe_router_num_groups", lambda value: value),
-    "num_moe_experts": ("num_experts", lambda value: value),
-    "num_layers_in_first_pipeline_stage": ("decoder_first_pipeline_num_layers", lambda value: value),
-    "num_layers_in_last_pipeline_stage": ("decoder_last_pipeline_num_layers", lambda value: value),
-}
-
-
-def from_transformer_config(page: Mapping[str, Any]) -> dict[str, Any]:
-    """Megatron's argument names for what a TransformerConfig or a Megatron-Bridge provider says.  Raises TypeError for no table."""
-    if not isinstance(page, Mapping):
-        raise TypeError(f"a {type(page).__name__}, not a table of settings")
-    found: dict[str, Any] = {}
-    for name, value in page.items():
-        if name.startswith("_") or value is None:
-            continue
-        arg, made = RENAMED.get(name, (name, lambda one: one))
-        found[arg] = made(value)
-    if "num_query_groups" in found:
-        found.setdefault("group_query_attention", found["num_query_groups"] != found.get("num_attention_heads"))
     return found
 
 

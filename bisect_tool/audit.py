@@ -12,16 +12,17 @@ from typing import Any
 from bisect_hooks.family import Dimensions, Family, Setting
 from bisect_hooks.parallel import Parallel
 from bisect_hooks.site import Site, parse_site
-from bisect_hooks.table import Cut, Made, Rule
+from bisect_hooks.table import Cut, GroupHeads, Made, Rule
 
-from bisect_tool.compare import Compared, Row, compare
+from bisect_tool.compare import Compared, Row, compare, same_bytes
 from bisect_tool.faults import Finding, Proof, Relation
 from bisect_tool.index import Index
 from bisect_tool.judge import EXACT, Tolerance
 from bisect_tool.measure import Difference, Sums
 from bisect_tool.orders import WAYS, even_cut, reordered
 from bisect_tool.places import Tensor, steps
-from bisect_tool.relations import Search, Wrong
+from bisect_tool.quantised import in_fp8, nearest
+from bisect_tool.relations import Search, Unpadded, Wrong
 from bisect_tool.shards import Shard, shard_of
 from bisect_tool.sides import Cast, First, Side, StoredSide, TableSide
 
@@ -34,7 +35,7 @@ LOUD = 4.0
 
 @dataclass(slots=True)
 class Audit:
-    """What an audit found and what it compared."""
+    """What an audit found and what it compared.  settled: tensors that are equal in other words, by what they are"""
 
     findings: list[Finding] = field(default_factory=list)
     minor: list[Finding] = field(default_factory=list)
@@ -46,6 +47,7 @@ class Audit:
     read: int = 0
     holes: int = 0
     trained: bool = False
+    settled: dict[str, list[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -78,10 +80,11 @@ class Auditor:
         return {made.name: (rule, made) for rule, made in self.rows}
 
     def expected(self, name: str) -> Tensor:
-        """What the candidate should hold under a made name, in the reference's dtype."""
+        """What the candidate should hold under a made name, in the reference's dtype.  A checkpoint's padding is not part of it."""
         found = self.reference.tensor(name)
         assert found is not None, f"the table makes {name} of nothing"
-        return found
+        padded = isinstance(self.reference, StoredSide) and self.row_of[name][0].site.module in PADDED
+        return Unpadded(found, self.dims.vocabulary) if padded and found.shape[0] > self.dims.vocabulary else found
 
     def padding(self, name: str, expected: Tensor, candidate: Tensor) -> int:
         """Rows that only pad the vocabulary for parallel ranks."""
@@ -168,6 +171,10 @@ class Auditor:
                 return None
             pairs.append((self.expected(name).rows(0, candidate.shape[0]).to(candidate.dtype), candidate.rows(0, candidate.shape[0])))
         found = even_cut(pairs, self.ways)
+        if found is None:  # some of the parts, packed by themselves: b and a
+            wrong = [i for i, (want, got) in enumerate(pairs) if not same_bytes(want.contiguous(), got.contiguous())]
+            pairs = pairs[wrong[0] : wrong[-1] + 1]
+            found = even_cut(pairs, self.ways) if len(pairs) > 1 else None
         if found is None:
             return None
         how, size = found
@@ -177,7 +184,8 @@ class Auditor:
             f"{done} {size} tensor parallel ranks, compare every byte", None, 0.0,
             f"over {2 * size} ranks it {'fits too' if twice else 'does not fit'}; part by part it differs by {{before}}",
         )  # fmt: skip
-        return Relation("even-cut", {"parts": len(names), "size": size} | ({"how": how} if how == "joined" else {})), proof
+        detail = {"parts": len(pairs), "size": size} | ({"how": how} if how == "joined" else {})
+        return Relation("even-cut", detail, rule=f"{how} {size}"), proof
 
     # -- findings -------------------------------------------------------------------------------------------------------------
 
@@ -201,15 +209,17 @@ class Auditor:
         if compared.bf16 or compared.coarse:
             audit.minor.append(self.rounded(compared))
             return True
-        if compared.once:
-            candidate = self.candidate.tensor(compared.name)
-            assert candidate is not None
-            names = self.candidate.names(compared.name)
-            audit.notes.append(
-                f"{names[0]} is the reference rounded once, {_short(self.expected(compared.name).dtype)} to {_short(candidate.dtype)}"
-            )
-            return True
-        return False
+        candidate, expected = self.candidate.tensor(compared.name), self.expected(compared.name)
+        assert candidate is not None
+        said = f"the {self.reference.word} rounded once, {_short(expected.dtype)} to {_short(candidate.dtype)}" if compared.once else None
+        if said is None and _coded(candidate, expected):
+            said = f"the {self.reference.word}, each element as the nearest FP8 code under the {self.candidate.word}'s own scales"
+        elif said is None and _coded(expected, candidate):
+            said = f"what the {self.reference.word}'s FP8 was made of: each of its codes is the nearest under its own scales"
+        if said is None:
+            return False
+        audit.settled.setdefault(said, []).append(self.candidate.names(compared.name)[0])
+        return True
 
     def findings(self, compared: Compared, relation: Relation, proof: Proof) -> list[Finding]:
         """One wrong tensor, at the site whose rows are wrong (only gate rows of linear_qkv: the gate; any other: attention)."""
@@ -266,7 +276,10 @@ class Auditor:
                 )
         cls = "model-definition" if rule.site.module in self.off else "conversion"
         proof = Proof("compare shapes", None, None, "no element can be compared")
-        return self.finding(rule.site, made, Relation("unknown", {"expected": list(want), "stored": list(got)}), proof, cls=cls)
+        detail: dict[str, Any] = {"expected": list(want), "stored": list(got)}
+        if isinstance(rule.op, GroupHeads) and want[1:] == got[1:] and got[0] * rule.op.width % want[0] == 0:
+            detail["head_width"] = got[0] * rule.op.width // want[0]
+        return self.finding(rule.site, made, Relation("unknown", detail), proof, cls=cls)
 
     def loud_padding(self, name: str) -> Finding | None:
         """Padding rows of the output layer that can win the argmax: larger than any real row by far."""
@@ -291,6 +304,12 @@ class Auditor:
         parallel = self.parallel or Parallel()
         of = "unknown" if self.parallel is None else "conversion"
         return shard_of(site, parallel, of, self.dims.layers, places, expert=cut.expert)
+
+
+def _coded(coarse: Tensor, fine: Tensor) -> bool:
+    """Whether one side is the other in FP8."""
+    found = in_fp8(coarse)
+    return found is not None and in_fp8(fine) is None and nearest(found, fine)
 
 
 def _short(dtype: Any) -> str:

@@ -6,7 +6,6 @@ Readers differ by format (`torch_dist.py`, `legacy.py`); what they give back doe
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -131,18 +130,9 @@ def beside(path: Path) -> dict[str, Any]:
 
     Megatron-Bridge writes run_config.yaml into the iteration's directory, verl transformer_config.json beside `dist_ckpt`.
     """
-    from bisect_tool.args import from_transformer_config
+    from bisect_tool.launch.read import read_launch
 
-    for folder in (path, path.parent):
-        run_config, transformer = folder / "run_config.yaml", folder / "transformer_config.json"
-        try:
-            if run_config.is_file():
-                import yaml
-
-                return from_transformer_config(yaml.safe_load(run_config.read_text())["model"])
-            if transformer.is_file():
-                return from_transformer_config(json.loads(transformer.read_text()))
-        except (ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
-            name = run_config if run_config.is_file() else transformer
-            raise UsageError(f"{name} can't be read as a model's config: {error}") from error
+    for file in (folder / name for folder in (path, path.parent) for name in ("run_config.yaml", "transformer_config.json")):
+        if file.is_file():
+            return dict(read_launch(file).args)
     return {}

@@ -115,6 +115,8 @@ def _stages(_context: click.Context, _option: click.Parameter, text: str | None)
 @click.option("--input-key", help="The JSONL field to read prompts from.")
 @reference_option
 @candidate_option
+@click.option("--launch", type=DIRECTORY, help="Launch script: its flags say how the candidate is built.  Read, never executed.")
+@click.option("--export", type=DIRECTORY, help="Hugging Face directory exported from the candidate.")
 @click.option("--stages", callback=_stages, metavar="A,B", help=f"Run just these of {', '.join(STAGES)}.")
 @click.option("--all-stages", is_flag=True, help="Go on after the first stage that finds a fault.")
 @click.option("--strict", is_flag=True, help="Minor findings (precision lost, extras missing) count as faults.")
@@ -130,8 +132,9 @@ def run(prompts: str, reference: Path | None, candidate: Path | None, parallel: 
 
     With --prompts alone it runs on the embedded tiny Qwen3.5-MoE and its converted checkpoint.
     """
-    if (reference is None) != (candidate is None):
-        raise UsageError("give --reference and --candidate together, or neither (the embedded model)")
+    given = candidate or options["launch"] or options["export"]
+    if (reference is None) != (given is None):
+        raise UsageError("give --reference with --candidate, --launch or --export, or none of them (the embedded model)")
     if options["dtype"] != "fp32":
         raise UsageError(
             "--dtype bf16 is not there yet: its noise is not calibrated, and an uncalibrated verdict is none", hint="drop --dtype"
@@ -141,7 +144,9 @@ def run(prompts: str, reference: Path | None, candidate: Path | None, parallel: 
 
     job = ladder.Job(
         reference_path=reference or golden.reference(),
-        candidate_path=candidate or golden.candidate(),
+        candidate_path=candidate if reference is not None else golden.candidate(),
+        launch=options["launch"],
+        export=options["export"],
         prompts=prompts,
         input_key=options["input_key"],
         parallel=parallel or Parallel(),
@@ -190,6 +195,26 @@ def audit_command(reference: Path, candidate: Path | None, parallel: Parallel | 
     sibling = (options["sibling_reference"], options["sibling_candidate"]) if options["sibling_reference"] else None
     found = auditing.audit(job, options["repair"], sibling)
     return _judge(found, out) if found is not None else 0
+
+
+@cli.command("config")
+@click.option("--reference", type=DIRECTORY, required=True, help="Hugging Face directory; it may hold only config.json.")
+@click.option("--launch", type=DIRECTORY, help="Launch script, file of flags, or run_config.yaml: read, never executed.")
+@click.option("--candidate", type=DIRECTORY, help="Checkpoint whose args are compared too.")
+@click.option("--export", type=DIRECTORY, help="Exported Hugging Face directory, as vLLM and SGLang would read it.")
+@click.option("--set", "given", multiple=True, metavar="NAME=VALUE", help="A variable that the environment gives the launch script.")
+@click.option("--strict", is_flag=True, help="Minor findings count as faults.")
+@out_option
+def config_command(reference: Path, out: Path, given: tuple[str, ...], **evidence: Any) -> int:
+    """The config stage alone: launch flags against config.json.  Builds nothing and asks for nothing."""
+    unnamed = [one for one in given if "=" not in one]
+    if unnamed:
+        raise UsageError(f"--set {unnamed[0]}: give NAME=VALUE")
+    _start(out)
+    from bisect_tool import config_stage
+
+    values = dict(one.split("=", 1) for one in given)
+    return _judge(config_stage.run_config(config_stage.Evidence(reference, given=values, command=_command(), **evidence)), out)
 
 
 @cli.command()

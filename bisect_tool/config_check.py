@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,16 +17,44 @@ from bisect_tool.shards import shard_of
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A setting, what the candidate has for it, and where the candidate got that."""
+    """A setting, what the candidate has for it, and where the candidate got that (`source`, when it is not the checkpoint's args)."""
 
     setting: Setting
     value: Any
     given: bool
+    source: str = ""
 
     @property
     def shown(self) -> str:
-        source = "" if self.given else ", Megatron's default: the flag is not given"
-        return f"{self.setting.flag} is {self.value!r}{source}; config.json asks for {self.setting.expected!r}: {self.setting.effect}"
+        source = f" ({self.source})" if self.source else "" if self.given else ", Megatron's default: the flag is not given"
+        value, expected = self.said(self.value), self.said(self.setting.expected)
+        return f"{self.setting.flag} is {value}{source}; config.json asks for {expected}: {self.setting.effect} ({self.reach})"
+
+    def said(self, value: Any) -> str:
+        """A value of the setting as a person says it of the flag: `--disable-bias-linear` is on where its arg is False."""
+        if isinstance(value, bool):
+            return "on" if value != self.setting.flag.startswith(("--disable-", "--no-")) else "off"
+        return "none" if value is None else short(value)
+
+    @property
+    def reach(self) -> str:
+        """'router in 60 layers': the first module it goes wrong in, and how many layers have it."""
+        sites = self.setting.sites
+        layers = {site.layer for site in sites if site.layer is not None}
+        module = sites[0].module.replace("_", " ")
+        return f"{module} in layer {min(layers)}" if len(layers) == 1 else f"{module} in {len(layers)} layers" if layers else module
+
+
+def short(value: Any) -> str:
+    """A value for a line of text; a long pattern as its runs, `[0]*3+[1]*57`."""
+    if not isinstance(value, list) or len(value) < 9:
+        return str(value)
+    runs = [(one, len(list(many))) for one, many in itertools.groupby(value)]
+    return (
+        "+".join(f"[{one}]*{count}" for one, count in runs)
+        if len(runs) < 5
+        else f"[{', '.join(map(str, value[:8]))}, ...] ({len(value)} entries)"
+    )
 
 
 def compare_settings(
@@ -48,9 +78,12 @@ def switched_off(mismatches: Sequence[Mismatch]) -> dict[str, Setting]:
 def findings(mismatches: Sequence[Mismatch], parallel: Parallel, of: str, layers: int) -> list[Finding]:
     """One finding for each site that a wrong setting reaches; they group into one fault a setting."""
     found = []
+    control = (
+        "every other setting compared is equal" if len(mismatches) == 1 else f"{len(mismatches) - 1} other settings differ, each on its own"
+    )
     for one in mismatches:
         relation = config_relation(one)
-        proof = Proof(f"set {one.setting.flag} as config.json has it", None, None, "every other setting compared is equal")
+        proof = Proof(f"set {one.setting.flag} as config.json has it", None, None, control)
         text = explanation(one)
         for site in one.setting.sites:
             found.append(
@@ -74,11 +107,9 @@ def config_relation(one: Mismatch) -> Relation:
 
 def explanation(one: Mismatch) -> tuple[str, str]:
     """(what is wrong, what to do next)."""
-    said = "is off" if one.value is False else f"is {one.value}"
-    source = "the checkpoint's args say so" if one.given else "nobody gave it, so Megatron's default holds"
-    layers = sorted({site.layer for site in one.setting.sites if site.layer is not None})
-    reach = f" in {len(layers)} layers, first layer {layers[0]}" if layers else ""
-    text = f"Model-definition fault: {one.setting.flag} {said} ({source}), config.json asks for {one.setting.expected}; {one.setting.effect}{reach}."
-    value = "" if one.setting.expected is True else f" {one.setting.expected}"
-    do = f"Give {one.setting.flag}{value}." if one.setting.expected is not False else f"Drop {one.setting.flag}."
-    return text, do
+    source = one.source or ("the checkpoint's args say so" if one.given else "nobody gave it, so Megatron's default holds")
+    said, expected = one.said(one.value), one.said(one.setting.expected)
+    text = f"Model-definition fault: {one.setting.flag} is {said} ({source}), config.json asks for {expected}; {one.setting.effect} ({one.reach})."
+    if expected in ("off", "none"):
+        return text, f"Drop {one.setting.flag}."
+    return text, f"Give {one.setting.flag}{'' if expected == 'on' else f' {shlex.quote(expected)}'}."

@@ -61,7 +61,7 @@ def _duplicate(detail: Mapping[str, Any], first: Finding) -> tuple[str, str]:
     if "axis" in detail:
         what = "rows" if detail["axis"] == 0 or first.site.module == "experts" else "columns"
         return f"{what} repeat each other, {detail['wrong']} of {detail['of']} are wrong; the map is {detail['map']}", AGAIN
-    if detail["modulus"]:
+    if (detail["modulus"] or 0) > 1:
         said = f"expert e holds the reference's expert e mod {detail['modulus']}; {detail['wrong']} of {detail['of']} are wrong"
         return said, "Convert again with global expert numbers (slime#1799: the converter used each EP rank's local number)"
     shown = detail["map"] if isinstance(detail["map"], str) else f"{str(detail['map'][:12])[:-1]}, ..]"
@@ -110,8 +110,9 @@ def _missing(detail: Mapping[str, Any], first: Finding) -> tuple[str, str]:
 def _unknown(detail: Mapping[str, Any], _first: Finding) -> tuple[str, str]:
     said = (
         f"it is {detail['stored']} where the table makes {detail['expected']}"
+        + (f", as heads {detail['head_width']} wide would have it (hidden size / heads?)" if "head_width" in detail else "")
         if "expected" in detail
-        else "the bytes differ and no known relation explains them"
+        else f"the bytes differ{_part(detail)} and no known relation explains them"
     )
     return said, "Compare one tensor of it by hand (bisect-tool hash DIR lists digests)"
 

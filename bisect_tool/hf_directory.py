@@ -20,7 +20,7 @@ import torch
 from bisect_hooks.errors import UsageError, first_line
 from safetensors import SafetensorError, safe_open
 
-from bisect_tool.places import Piece, Place, Shape, Stored, Tensor
+from bisect_tool.places import Piece, Place, Shape, Stored, Tensor, one_part
 
 PREFIXES = ("model.language_model.", "language_model.model.")
 DTYPES = {
@@ -68,8 +68,7 @@ class Dequantised:
         return (self.weight.rows(start, stop).float() * scale.float()).to(self.dtype)
 
     def parts(self, start: int, stop: int) -> Iterable[tuple[Place, torch.Tensor]]:
-        rows = self.rows(start, stop)
-        return [(tuple(slice(0, n) for n in rows.shape), rows)]
+        return one_part(self.rows(start, stop))
 
     def empty(self, start: int, stop: int) -> bool:
         return False

@@ -17,14 +17,17 @@ from bisect_hooks.errors import UsageError
 from bisect_hooks.family import Dimensions, Family
 from bisect_hooks.parallel import Parallel
 
-from bisect_tool import config_check
+from bisect_tool import config_check, launch_check
 from bisect_tool.args import plain
 from bisect_tool.candidate import CandidateRun
 from bisect_tool.checkpoint import Checkpoint
+from bisect_tool.config_stage import Words, judge_words
 from bisect_tool.explain import explanation
 from bisect_tool.faults import Fault, Finding, group, span
 from bisect_tool.hf_directory import HuggingFaceDirectory
 from bisect_tool.judge import Verdict
+from bisect_tool.launch.launch import Launch
+from bisect_tool.launch.read import read_launch
 from bisect_tool.prompts import Batch, make_batch, read_prompts
 from bisect_tool.ranks import WORLDS
 from bisect_tool.report import STAGES, Report, StageResult, not_run
@@ -56,6 +59,7 @@ class Job:
     command: str = ""
     progress: Progress = lambda _text: None
     export: Path | None = None
+    launch: Path | None = None
     jobs: int | None = None
     out: Path | None = None
 
@@ -81,13 +85,20 @@ class Job:
 
     @cached_property
     def args(self) -> dict[str, Any]:
-        """The candidate's own words."""
+        """The candidate's own words: what the launch says, then the args in the checkpoint, then the config beside it."""
         found = plain(self.candidate.args)
+        if self.launched is not None:
+            found |= plain(launch_check.built_from(self.family, self.reference.config, self.launched, self.candidate.layout))
         if not found:
             raise UsageError(
-                f"{self.candidate.path} keeps no args (common.pt)", hint="without them nothing says how to build the candidate"
+                f"{self.candidate.path} keeps no args (common.pt)",
+                hint="without them nothing says how to build the candidate: give --launch SCRIPT",
             )
         return found | self.read_by_spec
+
+    @cached_property
+    def launched(self) -> Launch | None:
+        return None if self.launch is None else read_launch(self.launch)
 
     @cached_property
     def read_by_spec(self) -> dict[str, Any]:
@@ -100,6 +111,8 @@ class Job:
 
     @cached_property
     def mismatches(self) -> list[config_check.Mismatch]:
+        if self.launched is not None:
+            return launch_check.judge(self.family, self.reference.config, self.launched, plain(self.candidate.args) or None).mismatches
         return config_check.compare_settings(self.family, self.reference.config, self.args, self.candidate.layout)[0]
 
     @cached_property
@@ -148,7 +161,8 @@ def climb(job: Job) -> Report:
         job.candidate  # noqa: B018
         if job.stages != ("weights",):
             job.args  # noqa: B018
-    if "forward" in job.stages and job.prompts is not None:
+    forward = job.prompts is not None and job.candidate_path is not None
+    if "forward" in job.stages and forward:
         job.candidate_run()  # refuses sizes that don't fit before any rank is started
         if job.stages == ("inputs", "forward") or job.everything:
             WORLDS.get(job.parallel.world, job.device)  # ranks start while the files are read
@@ -161,8 +175,10 @@ def climb(job: Job) -> Report:
             results.append(not_run(name, "not asked for (--stages)"))
         elif name == "engine":
             results.append(not_run(name, "no rollout evidence was given"))
-        elif name in ("inputs", "forward") and job.prompts is None:
-            results.append(not_run(name, "no prompts were given"))
+        elif name in ("inputs", "forward") and not forward:
+            results.append(not_run(name, "no prompts were given" if job.prompts is None else "no candidate was given"))
+        elif name == "weights" and job.candidate_path is None and job.export is None:
+            results.append(not_run(name, "neither a candidate nor an export was given"))
         elif found_by and not job.everything:
             results.append(not_run(name, f"the {found_by} stage found a fault; --all-stages goes on"))
         else:
@@ -198,7 +214,15 @@ def inputs_stage(job: Job, result: StageResult, _answers: list[dict[str, str]]) 
 
 
 def config_stage(job: Job, result: StageResult, _answers: list[dict[str, str]]) -> None:
-    """Args against config.json."""
+    """The launch's flags, the checkpoint's args, an export's own config, against config.json."""
+    if job.launched is not None or job.export is not None:
+        words = None
+        if job.candidate_path is not None:
+            words = Words(job.launched, plain(job.candidate.args) | job.read_by_spec or None, job.candidate.layout)
+        elif job.launched is not None:
+            words = Words(job.launched, None, None)
+        judge_words(job.family, job.reference.config, words, job.export, job.reference.path, result)
+        return
     mismatches, count = config_check.compare_settings(job.family, job.reference.config, job.args, job.candidate.layout)
     parallel = job.written_under or Parallel()
     of = "conversion" if job.written_under else "unknown"
@@ -259,8 +283,9 @@ def provenance(job: Job) -> Mapping[str, Any]:
         "reference": str(job.reference_path),
         "candidate": str(job.candidate_path) if job.candidate_path is not None else None,
         "export": str(job.export) if job.export is not None else None,
+        "launch": str(job.launch) if job.launch is not None else None,
         "layout": job.candidate.layout if job.candidate_path is not None else None,
-        "digests": {"prompts": job.batch.digest} if job.prompts is not None else {},
+        "digests": {"prompts": job.batch.digest} if job.prompts is not None and job.candidate_path is not None else {},
         "parallel": (job.written_under or job.parallel if job.stages == ("weights",) else job.parallel).shown(),
         "dtype": job.dtype if "forward" in job.stages else None,
         "device": job.device if "forward" in job.stages else None,

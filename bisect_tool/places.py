@@ -150,6 +150,11 @@ class Stored:
         return pieces, [piece.offset[0] for piece in pieces], max(piece.shape[0] for piece in pieces)
 
 
+def one_part(rows: torch.Tensor) -> list[tuple[Place, torch.Tensor]]:
+    """Rows that are at hand whole, as `parts` gives them."""
+    return [(tuple(slice(0, n) for n in rows.shape), rows)]
+
+
 def covers(stored: Stored) -> bool:
     """Whether the pieces tile the tensor: no hole, no overlap.  Counted on the grid that their edges make."""
     edges: list[dict[int, int]] = []

@@ -7,7 +7,7 @@ are found again by their samples, rows by their hashes, so nothing is searched b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -18,7 +18,8 @@ from bisect_tool.compare import Compared, bits, joined, same_bytes
 from bisect_tool.faults import Proof, Relation, without_layer
 from bisect_tool.index import Index
 from bisect_tool.orders import WAYS, Change, reordered
-from bisect_tool.places import Tensor
+from bisect_tool.places import Place, Shape, Tensor
+from bisect_tool.quantised import before_packing, scales_rounded
 
 # a matrix with more bytes than this is not searched for a change inside it
 LARGEST = 4 << 30
@@ -39,6 +40,38 @@ class Wrong:
     rows: int
 
 
+@dataclass(frozen=True, slots=True)
+class Unpadded:
+    """The first rows of a tensor: a vocabulary without its padding."""
+
+    tensor: Tensor
+    count: int
+
+    @property
+    def shape(self) -> Shape:
+        return (self.count, *self.tensor.shape[1:])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
+    def unit(self) -> int:
+        return self.tensor.unit
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        return self.tensor.rows(start, stop)
+
+    def parts(self, start: int, stop: int) -> Iterable[tuple[Place, torch.Tensor]]:
+        return self.tensor.parts(start, stop)
+
+    def empty(self, start: int, stop: int) -> bool:
+        return self.tensor.empty(start, stop)
+
+    def peek(self, index: int, rows: Sequence[int], width: int) -> torch.Tensor:
+        return self.tensor.peek(index, rows, width)
+
+
 @dataclass(frozen=True)
 class Search:
     """What is known besides the tensor: the rest of the reference, and what the candidate's args say of it.
@@ -53,7 +86,7 @@ class Search:
 
     def explain(self, wrong: Wrong) -> tuple[Relation, Proof]:
         """The shortest relation that reproduces every byte, with its proof; `unknown` when none does."""
-        for find in (self._constant, self._whole, self._experts, self._inside):
+        for find in (self._constant, self._whole, self._experts, self._inside, self._before):
             found = find(wrong)
             if found is not None:
                 return found
@@ -68,10 +101,8 @@ class Search:
 
     def _whole(self, wrong: Wrong) -> Found:
         """The candidate tensor is, whole, another tensor of the reference: of another layer, or of another kind."""
-        if wrong.rows != wrong.candidate.shape[0]:
-            return None
         own = wrong.made.name
-        names = self.index.whole(wrong.candidate, own)
+        names = self.index.whole(Unpadded(wrong.candidate, wrong.rows), own)
         if not names:
             return None
         layer = self.layer_of(own)
@@ -105,8 +136,7 @@ class Search:
         if sorted(mapped) == list(range(count)):
             proof = Proof("a permutation of the experts reproduces every byte", None, 0.0, f"in order, {len(unequal)} of {count} differ")
             return Relation("permutation", {"axis": 0, "unit": 1, "map": mapped}), proof
-        modulus = next((m for m in range(1, count) if all(f == e % m for e, f in enumerate(mapped))), None)
-        said = f"e mod {modulus}" if modulus else formula(mapped)
+        said, modulus = map_of(mapped)
         detail = {"map": said or mapped, "modulus": modulus, "wrong": len(unequal), "of": count}
         if modulus is None:
             text = f"apply 'expert e holds expert {said}' to the reference" if said else "give each expert the one its map names"
@@ -116,7 +146,7 @@ class Search:
         other = modulus * 2 if modulus * 2 < count else max(1, modulus // 2)
         missed = sum(e % other != f for e, f in enumerate(mapped))
         proof = Proof(
-            f"apply 'expert e holds expert e mod {modulus}' to the reference, compare every byte", None, 0.0,
+            f"apply 'expert e holds expert {said}' to the reference, compare every byte", None, 0.0,
             f"'e mod {other}' leaves {missed} of {count} experts different",
         )  # fmt: skip
         return Relation("duplicate", detail), proof
@@ -175,6 +205,13 @@ class Search:
         count = wrong.candidate.shape[0]
         return _claimed(change, {} if len(unequal) == count else {"experts": unequal[:64], "wrong": len(unequal), "of": count})
 
+    def _before(self, wrong: Wrong) -> Found:
+        """A rounding that was done before the table put the tensor together."""
+        halves = wrong.made.cut.expert and any(parts == 2 for _, _, parts in wrong.made.cut.axes)
+        candidate = Unpadded(wrong.candidate, wrong.rows)
+        change = scales_rounded(wrong.expected, candidate) or before_packing(wrong.expected, candidate, halves=halves)
+        return None if change is None else _claimed(change)
+
     def _numbers(self, want: torch.Tensor, got: torch.Tensor) -> Change | None:
         flat = bits(got).flatten()
         if bool((flat == flat[0]).all()):
@@ -211,6 +248,12 @@ def where(wrong: Wrong) -> dict[str, object]:
         unequal = wrong_experts(wrong)
         return {"experts": unequal[:64], "wrong": len(unequal), "of": wrong.rows}
     return {} if count == wrong.rows else {"rows": wrong.compared.unequal[:16]}
+
+
+def map_of(mapped: Sequence[int]) -> tuple[str | None, int | None]:
+    """A map of experts in words, e for the expert, and its modulus where it has one; (None, None) for one that no formula gives."""
+    modulus = next((m for m in range(1, len(mapped)) if all(f == e % m for e, f in enumerate(mapped))), None)
+    return f"e mod {modulus}" if modulus and modulus > 1 else formula(mapped), modulus
 
 
 def formula(mapped: Sequence[int]) -> str | None:

@@ -107,6 +107,13 @@ def _same(one: Fault, other: Fault) -> bool:
     if a["layers"] != b["layers"] or a["modules"][:1] != b["modules"][:1]:
         return False
     relation, again = a["relation"], b["relation"]
+    if (
+        relation
+        and again
+        and relation["kind"] == again["kind"] == "config"
+        and relation["detail"].get("flag") != again["detail"].get("flag")
+    ):
+        return False
     return relation is None or again is None or relation["kind"] == again["kind"] or "unknown" in (relation["kind"], again["kind"])
 
 

@@ -18,7 +18,7 @@ from bisect_hooks.table import Made, Rule, Same, Stack
 
 from bisect_tool.checkpoint import Checkpoint
 from bisect_tool.hf_directory import HuggingFaceDirectory
-from bisect_tool.places import Place, Shape, Stored, Tensor
+from bisect_tool.places import Place, Shape, Stored, Tensor, one_part
 
 # how many names of an expert's hundreds a finding shows
 SHOWN = 4
@@ -82,8 +82,7 @@ class Expected:
         return self.rule.op.make([self.sources[k].rows(a, b) for k, a, b in self.rule.op.spans(self.index, start, stop, self._shapes)])
 
     def parts(self, start: int, stop: int) -> Iterable[tuple[Place, torch.Tensor]]:
-        rows = self.rows(start, stop)
-        return [(tuple(slice(0, n) for n in rows.shape), rows)]
+        return one_part(self.rows(start, stop))
 
     def empty(self, start: int, stop: int) -> bool:
         spans = self.rule.op.spans(self.index, start, stop, self._shapes)
@@ -186,8 +185,7 @@ class InMemory:
         return self.tensor[start:stop]
 
     def parts(self, start: int, stop: int) -> Iterable[tuple[Place, torch.Tensor]]:
-        rows = self.rows(start, stop)
-        return [(tuple(slice(0, n) for n in rows.shape), rows)]
+        return one_part(self.rows(start, stop))
 
     def empty(self, start: int, stop: int) -> bool:
         return False

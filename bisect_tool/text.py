@@ -29,13 +29,14 @@ def _sides(page: Mapping[str, Any]) -> list[str]:
     versions = come.get("versions", {})
     sizes = ", ".join(f"{axis} {size}" for axis, size in (come.get("parallel") or {}).items() if size and size != 1) or "one rank"
     asked = {"fp32": "fp32 both sides: is it the same function?", None: ""}.get(come.get("dtype"), str(come.get("dtype")))
-    lines = [f"reference  {come.get('reference')}  transformers {versions.get('transformers', '')}".rstrip()]
+    lines = [f"reference  {come.get('reference')}" + (f"  transformers {versions['transformers']}" if "transformers" in versions else "")]
     if come.get("candidate"):
         lines.append(
-            f"candidate  {come['candidate']}  megatron-core {versions.get('megatron-core', '')}  {come.get('layout') or ''}  {sizes}".rstrip()
+            f"candidate  {come['candidate']}"
+            + (f"  megatron-core {versions['megatron-core']}" if "megatron-core" in versions else "")
+            + f"  {come.get('layout') or ''}  {sizes}".rstrip()
         )
-    if come.get("export"):
-        lines.append(f"export     {come['export']}")
+    lines += [f"{name:<10} {come[name]}" for name in ("launch", "export") if come.get(name)]
     if come.get("prompts"):
         lines.append(f"prompts    {come['prompts']}" + (f"  {asked}" if asked else ""))
     return lines
@@ -51,10 +52,11 @@ def _stages(page: Mapping[str, Any]) -> list[str]:
         for probe in stage["probes"]:
             number += 1
             lines += _wrapped(f"  {number:>2}", probe, indent=5)
-        for note in stage["notes"][:6]:
+        most = 6 if page["faults"] else 12
+        for note in stage["notes"][:most]:
             lines += _wrapped("  note", note, indent=7)
-        if len(stage["notes"]) > 6:
-            lines.append(f"  note and {len(stage['notes']) - 6} more notes, in report.json")
+        if len(stage["notes"]) > most:
+            lines.append(f"  note and {len(stage['notes']) - most} more notes, in report.json")
         for one in stage["skipped"][:4]:
             lines += _wrapped("  left out", f"{one['what']}: {one['why']}", indent=11)
     return lines

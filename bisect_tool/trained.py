@@ -18,7 +18,7 @@ from bisect_tool.compare import Compared
 from bisect_tool.faults import Proof, Relation, without_layer
 from bisect_tool.orders import order_of
 from bisect_tool.places import Tensor
-from bisect_tool.relations import Wrong, formula
+from bisect_tool.relations import Wrong, map_of
 
 # most tensors differ, and by less than this (relative rms): more would leave nothing of the model
 MOST, SMALL = 0.5, 0.25
@@ -117,8 +117,7 @@ def _experts(wrong: Wrong) -> tuple[Relation, Proof] | None:
     if sorted(mapped) == list(range(count)):
         relation = Relation("permutation", {"axis": 0, "unit": 1, "map": mapped})
         return relation, Proof("give each expert the reference's nearest", None, near, control)
-    modulus = next((m for m in range(1, count) if all(f == e % m for e, f in enumerate(mapped))), None)
-    said = f"e mod {modulus}" if modulus else formula(mapped)
+    said, modulus = map_of(mapped)
     detail = {"map": said or mapped, "modulus": modulus, "wrong": len(moved), "of": count}
     same = sum(torch.equal(got[e], got[f]) for e, f in enumerate(mapped) if e != f)
     experiment = f"match every expert with the reference's nearest: expert e is nearest to expert {said or 'its map names'}"

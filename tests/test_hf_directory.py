@@ -148,3 +148,59 @@ def test_a_dtype_that_is_not_known_is_refused_by_tensor(tmp_path: Path) -> None:
     (directory(tmp_path, {}) / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
     with pytest.raises(UsageError, match=r"lm_head\.weight has dtype U16"):
         open_hf(tmp_path)
+
+
+def test_a_link_that_leads_to_itself_is_a_file_that_is_not_there(tmp_path: Path) -> None:
+    file = sharded(tmp_path) / "b.safetensors"
+    file.unlink()
+    file.symlink_to(file)
+    with pytest.raises(UsageError, match=r"lists 1 tensors in b\.safetensors, which is not there"):
+        open_hf(tmp_path)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").symlink_to(tmp_path / "config.json")
+    with pytest.raises(UsageError, match=r"has no config\.json"):
+        open_hf(tmp_path)
+
+
+def test_a_header_that_claims_a_terabyte_is_refused(tmp_path: Path) -> None:
+    file = sharded(tmp_path) / "b.safetensors"
+    file.write_bytes((1 << 40).to_bytes(8, "little") + file.read_bytes()[8:])
+    with pytest.raises(UsageError, match=r"b\.safetensors can't be read"):
+        open_hf(tmp_path)
+
+
+def test_files_that_no_index_names_are_strays(tmp_path: Path) -> None:
+    save_file(tensors("model.stray.weight"), sharded(tmp_path) / "old.safetensors")
+    found = open_hf(tmp_path)
+    assert found.strays == ("old.safetensors",)
+    assert "model.stray.weight" not in found.names
+
+
+def fp8(path: Path, block: list[int] | None = None, **scales: torch.Tensor) -> Path:
+    weights = {
+        "model.layers.0.mlp.up_proj.weight": torch.randn(200, 150, generator=torch.Generator().manual_seed(2)).to(torch.float8_e4m3fn)
+    }
+    directory(path, {"model.safetensors": weights | scales})
+    config = {"model_type": "tiny"} | ({"quantization_config": {"weight_block_size": block}} if block else {})
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_fp8_matrices_are_read_times_the_scale_of_each_block(tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    scale = torch.tensor([[0.5, 2.0], [3.0, 0.25]])
+    for block in (None, [128, 128]):
+        found = open_hf(fp8(tmp_path, block, **{name + "_scale_inv": scale}))
+        assert (found.names, found.quantised, found.dtypes[name]) == ((name,), (name,), torch.bfloat16)
+        spread = scale.repeat_interleave(128, 0)[:200].repeat_interleave(128, 1)[:, :150]
+        expected = (found.stored[name].read().float() * spread).to(torch.bfloat16)
+        assert torch.equal(found.read(name), expected)
+        assert torch.equal(found.tensor(name).rows(100, 131), expected[100:131])
+
+
+def test_fp8_without_a_scale_or_with_one_of_another_size_is_refused(tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    with pytest.raises(UsageError, match="has no _scale_inv beside it"):
+        open_hf(fp8(tmp_path / "none")).tensor(name)
+    with pytest.raises(UsageError, match="need another"):
+        open_hf(fp8(tmp_path / "odd", [128, 128], **{name + "_scale_inv": torch.ones(3, 2)})).tensor(name)

@@ -39,6 +39,7 @@ OFFERED = {
         ),
         *PARALLEL,
     ],
+    "config": ["--candidate", "--export", "--launch", "--out", "--reference", "--set", "--strict"],
     "convert": ["--layout", "--mtp", "--no-mtp", "--out", "--reference", *PARALLEL],
     "gate": ["--candidate", "--golden", "--out", *PARALLEL],
     "hash": ["directory"],
@@ -46,7 +47,8 @@ OFFERED = {
     "record": ["--candidate", "--input-key", "--out", "--prompts", "--reference", "--side", *PARALLEL],
     "report": ["--format", "directory"],
     "run": [
-        *("--all-stages", "--candidate", "--candidate-patch", "--device", "--dtype", "--input-key", "--out", "--prompts"),
+        *("--all-stages", "--candidate", "--candidate-patch", "--device", "--dtype", "--export", "--input-key", "--launch", "--out"),
+        "--prompts",
         *("--reference", "--stages", "--strict"),
         *PARALLEL,
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import re
 from argparse import Namespace
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from bisect_hooks.errors import UsageError
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -221,3 +223,75 @@ def test_args_of_another_kind_are_read_or_refused(args: object, saved: Path) -> 
         return
     with pytest.raises(UsageError):
         _ = found.args
+
+
+def test_a_link_that_leads_to_itself_is_a_file_that_is_not_there(saved: Path) -> None:
+    file = open_torch_dist(saved).tensors["decoder.w"].pieces[0].file
+    file.unlink()
+    file.symlink_to(file)
+    with pytest.raises(UsageError, match="is not there"):
+        open_torch_dist(saved)
+
+
+DATA = Path(__file__).parent / "data"
+
+
+def test_layers_stacked_in_one_tensor_are_read_one_by_one() -> None:
+    expected = load_file(DATA / "stacked" / "expected.safetensors")
+    found = open_torch_dist(DATA / "stacked")
+    stacked = {name: tensor for name, tensor in expected.items() if "decoder.layers." in name}
+    assert stacked
+    for name, tensor in stacked.items():
+        for layer, one in enumerate(tensor):
+            key = name.replace("decoder.layers.", f"decoder.layers.{layer}.")
+            assert torch.equal(found.read(key), one)
+            assert found.tensors[key].on_disk == f"{name}[{layer}]"
+    assert not any(name in found.tensors for name in stacked)
+
+
+def test_chunks_of_several_layers_are_read_too(tmp_path: Path) -> None:
+    expected = load_file(DATA / "stacked" / "expected.safetensors")
+    save(dict(expected), checkpoint_id=str(tmp_path), no_dist=True)
+    found = open_torch_dist(tmp_path)
+    name = next(name for name in expected if name.endswith("experts.experts.linear_fc1.weight"))
+    key = name.replace("decoder.layers.", "decoder.layers.2.")
+    assert len(found.tensors[key].pieces) == 1 and found.tensors[key].pieces[0].skip
+    assert torch.equal(found.read(key), expected[name][2])
+
+
+@pytest.mark.parametrize(
+    "style", ["experts.experts.{}.linear_fc1.weight", "experts.local_experts.{}.linear_fc1.weight", "experts.linear_fc1.weight{}"]
+)
+def test_experts_kept_one_by_one_are_one_tensor(style: str, tmp_path: Path) -> None:
+    parts = {f"decoder.layers.1.mlp.{style.format(e)}": torch.randn(6, 4) for e in range(12)}
+    save(dict(parts), checkpoint_id=str(tmp_path), no_dist=True)
+    found = open_torch_dist(tmp_path)
+    assert list(found.tensors) == ["decoder.layers.1.mlp.experts.experts.linear_fc1.weight"]
+    assert torch.equal(found.read(*found.tensors), torch.stack(list(parts.values())))
+    del parts[f"decoder.layers.1.mlp.{style.format(5)}"]
+    save(dict(parts), checkpoint_id=str(tmp_path / "gap"), no_dist=True)
+    with pytest.raises(UsageError, match="one of 12 experts, and expert 5 is not there"):
+        open_torch_dist(tmp_path / "gap")
+
+
+@pytest.mark.parametrize(("layout", "ways"), [("slime", {"expert_model_parallel_size": 2}), ("native", {"tensor_model_parallel_size": 2})])
+def test_the_common_state_that_newer_cores_keep_inside_is_read(layout: str, ways: dict[str, int]) -> None:
+    found = open_torch_dist(DATA / f"core-0.19.2-{layout}")
+    assert not (found.path / "common.pt").exists()
+    assert (found.layout, found.iteration, found.core_reads) == (layout, 5, False)
+    assert found.args | ways == found.args
+    assert not any(key.startswith("optimizer.") for key in found.tensors)
+
+
+@pytest.mark.parametrize("folder", ["dist_ckpt", "actor/dist_ckpt"])
+def test_the_folders_that_verl_writes_are_found(folder: str, saved: Path, tmp_path: Path) -> None:
+    step = tmp_path / "run" / "global_step_7"
+    (step / folder).parent.mkdir(parents=True)
+    (saved / "release").rename(step / folder)
+    (tmp_path / "run" / TRACKER).write_text("7")
+    config = {"num_layers": 3, "layernorm_zero_centered_gamma": True, "num_moe_experts": 16}
+    (step / folder).parent.joinpath("transformer_config.json").write_text(json.dumps(config))
+    for given in (tmp_path / "run", step, step / folder):
+        assert open_torch_dist(given).path == step / folder
+    args = open_torch_dist(step).args
+    assert (args["num_layers"], args["apply_layernorm_1p"], args["num_experts"]) == (3, True, 16)

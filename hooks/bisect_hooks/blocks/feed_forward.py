@@ -123,7 +123,6 @@ class Experts:
                 "moe_router_topk_scaling_factor", "--moe-router-topk-scaling-factor", dims.scaling, router,
                 "expert weights are scaled otherwise", default=1.0, same=lambda a, b: close(a or 1.0, b),
             ),
-            Setting("moe_router_num_groups", "--moe-router-num-groups", None, topk, "experts are chosen group by group", same=lambda a, _: a in (None, 1)),
             Setting("moe_shared_expert_intermediate_size", "--moe-shared-expert-intermediate-size", width, shared or experts, "another shared expert", default=None),
             Setting(
                 "moe_shared_expert_gate", "--moe-shared-expert-gate", dims.shared_gate, gate if dims.shared_gate else experts,

@@ -1,0 +1,1 @@
+"""Reads launch scripts without executing them: what they tell Megatron, and the line that tells it."""

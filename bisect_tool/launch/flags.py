@@ -1,0 +1,213 @@
+"""Megatron's command line: which flags shape a model or its layout, under which args they are kept, and how their values are read."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from bisect_tool.launch.words import Where, Word, refuse
+
+LONGEST_PATTERN = 10_000
+
+
+def pattern(text: str) -> int | list[int]:
+    """`--moe-layer-freq`: a number, or a Python expression of lists such as `[0]*3+[1]*57` (Megatron evaluates it, here it is read)."""
+    if "[" not in text:
+        return int(text)
+    if re.search(r"[^,\d\[\]()+* \n]", text):
+        raise ValueError(text)
+    return _listed(ast.parse(text.strip(), mode="eval").body)
+
+
+def _listed(node: ast.expr) -> list[int]:
+    match node:
+        case ast.List(elts=elements) | ast.Tuple(elts=elements):
+            return [_counted(one) for one in elements]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _listed(left) + _listed(right)
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            many, times = (left, right) if not isinstance(left, ast.Constant) else (right, left)
+            found, count = _listed(many), _counted(times)
+            if len(found) * count > LONGEST_PATTERN:
+                raise ValueError("too long")
+            return found * count
+    raise ValueError(ast.unparse(node))
+
+
+def _counted(node: ast.expr) -> int:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    raise ValueError(ast.unparse(node))
+
+
+def whole(text: str) -> int | None:
+    """A whole number; a count may be written as none."""
+    return None if text.lower() == "none" else int(text)
+
+
+Read = Callable[[str], Any]
+ON, OFF, WORDS = "on", "off", "words"
+
+_SWITCHES_ON = """
+    group-query-attention qk-layernorm apply-layernorm-1p swiglu untie-embeddings-and-output-weights attention-output-gate
+    use-gated-attention moe-shared-expert-gate moe-router-pre-softmax moe-router-enable-expert-bias add-qkv-bias rotary-interleaved
+    use-rope-scaling sequence-parallel bf16 fp16 moe-grouped-gemm moe-permute-fusion moe-shared-expert-overlap
+    moe-pad-expert-input-to-capacity moe-router-force-load-balancing moe-apply-probs-on-input multi-latent-attention squared-relu
+    openai-gelu qk-l2-norm apply-residual-connection-post-layernorm use-rotary-position-embeddings
+    account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split attention-softmax-in-fp32 fp32-residual-connection
+    moe-enable-deepep
+"""
+_WHOLE = """
+    num-layers hidden-size ffn-hidden-size num-attention-heads num-query-groups kv-channels vocab-size make-vocab-size-divisible-by
+    max-position-embeddings seq-length mtp-num-layers rotary-seq-len-interpolation-factor num-experts moe-ffn-hidden-size
+    moe-router-topk moe-router-num-groups moe-router-group-topk moe-shared-expert-intermediate-size linear-num-key-heads
+    linear-key-head-dim linear-num-value-heads linear-value-head-dim linear-conv-kernel-dim tensor-model-parallel-size
+    pipeline-model-parallel-size context-parallel-size expert-model-parallel-size expert-tensor-parallel-size
+    num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank decoder-first-pipeline-num-layers
+    decoder-last-pipeline-num-layers actor-num-nodes actor-num-gpus-per-node
+"""
+_FRACTIONS = """
+    norm-epsilon rotary-base rotary-percent rope-scaling-factor moe-router-topk-scaling-factor moe-expert-capacity-factor
+    hidden-dropout attention-dropout moe-input-jitter-eps
+"""
+_TEXTS = """
+    normalization position-embedding-type rope-type moe-router-score-function moe-router-dtype moe-token-dispatcher-type
+    moe-token-drop-policy experimental-attention-variant linear-attention-type attention-backend transformer-impl softmax-type
+    megatron-to-hf-mode hf-checkpoint pipeline-model-parallel-layout load ref-load
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """How a flag is read: under which arg, and a switch, a list of words, or a value."""
+
+    arg: str
+    read: Read | str
+
+
+def _table() -> dict[str, Flag]:
+    found: dict[str, Flag] = {}
+    for names, read in ((_SWITCHES_ON, ON), (_WHOLE, whole), (_FRACTIONS, float), (_TEXTS, str)):
+        for name in names.split():
+            found[f"--{name}"] = Flag(name.replace("-", "_"), read)
+    found |= {
+        "--moe-layer-freq": Flag("moe_layer_freq", pattern),
+        "--linear-attention-freq": Flag("linear_attention_freq", pattern),
+        "--no-rope-freq": Flag("no_rope_freq", pattern),
+        "--spec": Flag("spec", WORDS),
+        "--moe-router-load-balancing-type": Flag("moe_router_load_balancing_type", WORDS),
+        "--mrope-section": Flag("mrope_section", WORDS),
+        "--window-size": Flag("window_size", WORDS),
+        "--disable-bias-linear": Flag("add_bias_linear", OFF),
+        "--no-position-embedding": Flag("add_position_embedding", OFF),
+        "--layernorm-epsilon": Flag("norm_epsilon", float),
+    }
+    return found
+
+
+FLAGS = _table()
+# args whose values say nothing of the model or its layout: they may be unknown
+MAY_BE_UNKNOWN = {"hf_checkpoint", "load", "ref_load", "actor_num_nodes", "actor_num_gpus_per_node", "attention_backend", "seq_length"}
+
+
+@dataclass
+class CommandLine:
+    """Words → args.  Raises UsageError naming the line of a value that matters and is not known, or is no value of its flag."""
+
+    args: dict[str, Any] = field(default_factory=dict)
+    said: dict[str, Where] = field(default_factory=dict)
+    unknown: list[tuple[str, Where]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def read(self, words: Sequence[Word]) -> CommandLine:
+        at, open_flag = 0, False
+        while at < len(words):
+            word = words[at]
+            name, equals, inline = word.text.partition("=")
+            if not name.startswith("--") or name == "--":
+                self._stray(word, open_flag)
+                at, open_flag = at + 1, False
+                continue
+            flag = FLAGS.get(name)
+            at += 1
+            open_flag = flag is None and not equals
+            if flag is None:
+                self.unknown.append((name, word.where))
+                continue
+            values = [Word(inline, word.where, word.unknown, bare=word.bare)] if equals else []
+            if not equals:
+                while (
+                    at < len(words)
+                    and not words[at].text.startswith("--")
+                    and (flag.read == WORDS or (flag.read not in (ON, OFF) and not values))
+                ):
+                    values.append(words[at])
+                    at += 1
+            self._give(name, flag, values, word)
+        return self
+
+    def _stray(self, word: Word, after_flag: bool) -> None:
+        """A word that belongs to no flag of ours: nothing to us, unless it may hold flags."""
+        if after_flag or not word.unknown or not word.text.startswith("$"):
+            return
+        if not word.unset:
+            raise refuse(word.where, f"{word.text} may hold flags, and its value is not known: {word.unknown}")
+        if not word.unknown.startswith("nothing"):  # a file that would set it is missing
+            raise refuse(word.where, f"{word.text} may hold flags: {word.unknown}")
+        self.notes.append(f"{word.where}: {word.unknown}; taken as empty")
+
+    def _give(self, name: str, flag: Flag, values: list[Word], word: Word) -> None:
+        unknown = next((one for one in values if one.unknown), None)
+        if unknown is not None:
+            if flag.arg in MAY_BE_UNKNOWN:
+                return
+            raise refuse(unknown.where, f"{name} is {unknown.text}, and {unknown.unknown}")
+        texts = [one.text for one in values]
+        value: Any = {ON: True, OFF: False, WORDS: texts}.get(flag.read) if isinstance(flag.read, str) else None
+        if not isinstance(flag.read, str):
+            value = self._value(name, flag.read, texts, word)
+        if flag.read is pattern and isinstance(value, str):
+            self.notes.append(
+                f"{values[0].where}: {name} {value} is no pattern; bash cuts a list that is not quoted at its blanks (slime#1689). Quote it"
+            )
+        elif any(one.bare for one in values) and flag.read is pattern:
+            self.notes.append(
+                f"{values[0].where}: {name} {_short(texts[0])} is not quoted, and bash reads it as a file pattern: a file called "
+                f"1 or 0 in the working directory would take its place (slime#1689); here it is judged as written. Quote it"
+            )
+        before = self.args.get(flag.arg)
+        if flag.arg in self.args and before != value:
+            self.notes.append(
+                f"{name} is given twice: {_short(before)} in {self.said[flag.arg]}, then {_short(value)} in {word.where}; the last one counts"
+            )
+        self.args[flag.arg], self.said[flag.arg] = value, word.where
+
+    def _value(self, name: str, read: Read, texts: list[str], word: Word) -> Any:
+        if not texts:
+            raise refuse(word.where, f"{name} has no value")
+        try:
+            return read(texts[0])
+        except (ValueError, SyntaxError, RecursionError):
+            if read is pattern:
+                return texts[0]  # judged as it is: Megatron would not read it either
+            raise refuse(word.where, f"{name} is {texts[0][:60]!r}, which is no {'number' if read is float else 'whole number'}") from None
+
+
+def nearest(name: str) -> str | None:
+    """The flag of ours that an unknown one may be a misspelling of."""
+    found = difflib.get_close_matches(name.replace("_", "-"), FLAGS, n=1, cutoff=0.9)
+    return found[0] if found else None
+
+
+def shapes(words: Sequence[Word]) -> int:
+    """How many words are flags of ours: how a launch is told from any other command."""
+    return sum(word.text.partition("=")[0] in FLAGS for word in words)
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) < 40 else f"{text[:36]} ..."

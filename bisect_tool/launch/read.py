@@ -1,0 +1,181 @@
+"""Any launch → a Launch: which kind of file it is, and which of its command lines starts the model."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from bisect_hooks.errors import UsageError, first_line
+
+from bisect_tool.launch import hydra
+from bisect_tool.launch.flags import CommandLine, shapes
+from bisect_tool.launch.launch import Launch
+from bisect_tool.launch.names import megatron_args
+from bisect_tool.launch.python_lists import Script
+from bisect_tool.launch.shell import Shell
+from bisect_tool.launch.shell_syntax import Reader
+from bisect_tool.launch.shell_words import expand
+from bisect_tool.launch.words import HINT, Where, Word, read_text, refuse
+
+PROGRAM = re.compile(r"\.py$")
+
+
+def read_launch(path: Path, given: Mapping[str, str] | None = None) -> Launch:
+    """Reads a launch script without executing anything.
+
+    given  what the environment would say: variables of a script
+    Raises UsageError: naming the line of what is not understood, or that there are no Megatron flags at all.
+    """
+    try:
+        return _read(path, given or {})
+    except RecursionError:
+        raise UsageError(f"{path} is nested too deeply to be read", hint=HINT) from None
+
+
+def _read(path: Path, given: Mapping[str, str]) -> Launch:
+    text = read_text(path)
+    if path.suffix in (".yaml", ".yml"):
+        return _run_config(path, text)
+    if path.suffix == ".json":
+        return _json(path, text)
+    if path.suffix == ".py":
+        return _python(path, text, given)
+    first = next((line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")), "")
+    if re.match(r"[\"']?--?[A-Za-z]", first) or hydra.is_override(first.split()[0] if first.split() else ""):
+        return _flag_file(path, text)
+    return _bash(path, given)
+
+
+def _bash(path: Path, given: Mapping[str, str]) -> Launch:
+    shell = Shell(path, given=given)
+    shell.run()
+    lines = [one for one in shell.commands if shapes(one.words) or hydra.shapes(one.words)]
+    notes = list(shell.notes)
+    if lines:
+        command = lines[-1]
+        if len(lines) > 1:
+            others = ", ".join(str(one.where) for one in lines[:-1])
+            notes.append(f"{len(lines)} commands carry Megatron flags ({others} and {command.where}); the last one is read")
+        words = _after_ray(command.words)
+        launch = _launched(path, "bash script", words)
+        return replace(launch, notes=[*notes, *launch.notes])
+    for one in reversed(shell.commands):
+        hidden = next((word for word in one.words if word.unknown and not word.unset and word.text.startswith("${")), None)
+        if hidden is not None and any(PROGRAM.search(word.text) or word.text == "-m" for word in one.words):
+            raise refuse(one.where, f"{hidden.text} may hold the flags, and its value is not known: {hidden.unknown}")
+    for name, held in shell.variables.items():
+        if isinstance(held, Word) and held.unknown and held.text == f"${{{name}[@]}}":
+            raise refuse(held.where, f"the list {name} is not known: {held.unknown}")
+    listed = {name: value for name, value in shell.variables.items() if isinstance(value, list) and (shapes(value) or hydra.shapes(value))}
+    if not listed:
+        missing = f"; {shell.missing[0]}, which is not there" if shell.missing else ""
+        raise UsageError(f"{path}: no command line and no list in it has a Megatron flag{missing}", hint=HINT)
+    words = [word for value in listed.values() for word in value]
+    launch = _launched(path, "bash lists", words, whole=False)
+    notes.append(f"no command line: the flags are those of {', '.join(listed)}")
+    return replace(launch, notes=[*notes, *launch.notes])
+
+
+def _after_ray(words: Sequence[Word]) -> Sequence[Word]:
+    """`ray job submit -- command`: ray joins the command with spaces and gives it to a shell again, so quotes inside are taken
+    off, and file patterns are open once more."""
+    texts = [word.text for word in words]
+    if texts[:3] != ["ray", "job", "submit"] or "--" not in texts:
+        return words
+    made = []
+    for word in words[texts.index("--") + 1 :]:
+        found = re.fullmatch(r"'([^']*)'|\"([^\"$`]*)\"", word.text)
+        spaced = " " in word.text
+        text = word.text if spaced or not found else (found[1] if found[1] is not None else found[2])
+        made.append(replace(word, text=text, bare=word.bare or (not spaced and not found and bool(re.search(r"[*?\[]", text)))))
+    return made
+
+
+def _launched(path: Path, kind: str, words: Sequence[Word], whole: bool = True) -> Launch:
+    """One command line."""
+    at = next((i for i, word in enumerate(words) if PROGRAM.search(word.text)), None)
+    module = next((i + 1 for i, word in enumerate(words[:-1]) if word.text == "-m"), None)
+    start = at if at is not None else module
+    program = words[start].text if start is not None else words[0].text if words and not words[0].text.startswith("-") else ""
+    rest = words[start + 1 :] if start is not None else words
+    if hydra.shapes(rest) and not shapes(rest):
+        args, said, others = hydra.read_overrides(rest)
+        notes = [f"{where}: {text} changes config.json's own value, which is not judged" for text, where in others]
+        return Launch(path, f"{kind}, Hydra overrides", args, said, notes=notes, whole=whole, unsaid="reference", program=program)
+    line = CommandLine().read(rest)
+    bridged = line.args.get("megatron_to_hf_mode") == "bridge"
+    return Launch(
+        path, kind, line.args, line.said, line.unknown, line.notes, whole and bool(program), "reference" if bridged else "megatron", program
+    )
+
+
+def _flag_file(path: Path, text: str) -> Launch:
+    """Flags or overrides, one or more a line: what a shell would have left of its words."""
+    shell = Shell(path)
+    shell.files.append(path)
+    body = Reader(f"A=({text}\n)", path).script()
+    words = [
+        replace(word, bare=False)
+        for node in body
+        for assign in getattr(node, "assigns", ())
+        for raw in assign.value
+        for word in expand(raw, shell)
+    ]
+    if not shapes(words) and not hydra.shapes(words):
+        raise UsageError(f"{path}: none of its {len(words)} words is a Megatron flag that we know", hint=HINT)
+    return _launched(path, "list of flags", words, whole=False)
+
+
+def _python(path: Path, text: str, given: Mapping[str, str]) -> Launch:
+    script = Script(path, given)
+    script.run(text)
+    if not script.lists:
+        raise UsageError(f"{path}: no list in it has a Megatron flag", hint=HINT)
+    name, best = max(reversed(script.lists), key=lambda one: shapes(one[1]))
+    held = set(best)
+    apart = [(other, words) for other, words in dict(script.lists).items() if other != name and not held.issuperset(words)]
+    words = [*best, *(word for _, more in apart for word in more)]
+    launch = _launched(path, "Python lists", words, whole=not apart and not best[0].text.startswith("-"))
+    notes = [f"the flags are those of {', '.join([name, *(other for other, _ in apart)])}"]
+    return replace(launch, notes=[*notes, *launch.notes])
+
+
+def _json(path: Path, text: str) -> Launch:
+    """A list of words, or a transformer_config.json."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path} is not JSON: {first_line(error)}") from None
+    if isinstance(found, list) and all(isinstance(one, str) for one in found):
+        return _launched(path, "list of flags", [Word(one, Where(path, 1)) for one in found], whole=False)
+    if isinstance(found, dict) and "num_layers" in found:
+        return _configured(path, "transformer_config.json", found, {})
+    raise UsageError(f"{path} is neither a list of flags nor a transformer_config.json", hint=HINT)
+
+
+def _run_config(path: Path, text: str) -> Launch:
+    """Megatron-Bridge's run_config.yaml: its `model`, the whole provider."""
+    try:
+        tree, found = yaml.compose(text, Loader=yaml.SafeLoader), yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise UsageError(f"{path} is not YAML that can be read safely: {first_line(error)}", hint=HINT) from None
+    model = found.get("model") if isinstance(found, dict) else None
+    if not isinstance(model, dict) or not isinstance(tree, yaml.MappingNode):
+        raise UsageError(f"{path} has no `model:` section", hint="give the run_config.yaml that Megatron-Bridge writes beside a checkpoint")
+    lines: dict[str, int] = {}
+    for key, value in tree.value:
+        if key.value == "model" and isinstance(value, yaml.MappingNode):
+            lines = {str(one.value): one.start_mark.line + 1 for one, _ in value.value}
+    return _configured(path, "run_config.yaml", model, lines)
+
+
+def _configured(path: Path, kind: str, config: Mapping[str, Any], lines: Mapping[str, int]) -> Launch:
+    named = {str(name): value for name, value in config.items()}
+    args, said = megatron_args(named, {name: Where(path, lines.get(name, 1), name) for name in named})
+    given = {arg: value for arg, value in args.items() if value is not None}
+    return Launch(path, kind, given, said, unsaid="reference", program=str(config.get("_target_") or ""))

@@ -1,0 +1,412 @@
+"""Follows a bash script without running anything: variables, lists, loops, conditions, sourced files, and the commands it comes to.
+
+Where a condition can't be known both ways are followed, and what they make different is unknown from there on.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from bisect_hooks.errors import UsageError
+
+from bisect_tool.launch import shell_builtins
+from bisect_tool.launch.arithmetic import Arithmetic
+from bisect_tool.launch.shell_assign import assigned
+from bisect_tool.launch.shell_syntax import Reader
+from bisect_tool.launch.shell_tests import Condition
+from bisect_tool.launch.shell_tree import (
+    Arith,
+    Assign,
+    Body,
+    Case,
+    Chain,
+    Count,
+    For,
+    Function,
+    Group,
+    If,
+    Node,
+    Pipe,
+    Raw,
+    Simple,
+    Test,
+    While,
+)
+from bisect_tool.launch.shell_words import Value, expand, single
+from bisect_tool.launch.words import Leave, Undecided, Where, Word, known, read_text, refuse
+
+MOST_STEPS = 100_000
+DEEPEST = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """An external command that the script comes to."""
+
+    words: tuple[Word, ...]
+    where: Where
+
+
+@dataclass
+class Shell:
+    """A script's state.  `run` reads a file; afterwards `commands` and `variables` hold what it came to."""
+
+    script: Path
+    variables: dict[str, Value] = field(default_factory=dict)
+    given: Mapping[str, str] = field(default_factory=dict)
+    commands: list[Command] = field(default_factory=list)
+    notes: dict[str, None] = field(default_factory=dict)
+    functions: dict[str, Node] = field(default_factory=dict)
+    arguments: list[Word] = field(default_factory=list)
+    directory: str | None = None
+    missing: list[str] = field(default_factory=list)
+    output: list[str] | None = None
+    files: list[Path] = field(default_factory=list)
+    steps: int = 0
+    depth: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value in self.given.items():
+            self.variables.setdefault(name, Word(value, Where(Path("--set"), 1, f"{name}={value}")))
+
+    def run(self) -> None:
+        """Reads the script to its end.  Raises UsageError naming the line that it can't follow."""
+        try:
+            self.read(read_text(self.script), self.script)
+        except Leave:
+            pass
+
+    def read(self, text: str, file: Path, first_line: int = 1) -> bool | None:
+        """Follows a script's text in this state."""
+        body = Reader(text, file, first_line).script()
+        self.files.append(file)
+        with self.deeper(Where(file, first_line)):
+            status = self.all(body)
+        self.files.pop()
+        return status
+
+    # -- what words ask for (Scope) --------------------------------------------------------------------------------------------
+
+    def get(self, name: str) -> Value | None:
+        if name == "BASH_SOURCE":
+            return [Word(str(one.absolute()), Where(one, 1)) for one in reversed(self.files)]
+        if name == "0":
+            return Word(str(self.script.absolute()), Where(self.script, 1))
+        if name == "PWD" and self.directory is not None:
+            return Word(self.directory, Where(self.script, 1))
+        return self.variables.get(name)
+
+    def put(self, name: str, value: Value) -> None:
+        if name not in self.given:
+            self.variables[name] = value
+
+    def positional(self) -> list[Word]:
+        return self.arguments
+
+    def why_unset(self, name: str) -> str:
+        if self.missing:
+            return f"{name} is not set, and {self.missing[0]}, which is not there"
+        return f"nothing in the script sets {name}"
+
+    def calculate(self, text: str) -> int:
+        """The value of an arithmetic expression.  Raises Undecided."""
+        where = Where(self.files[-1] if self.files else self.script, 1)
+        if "$" in text or "`" in text:
+            text = known([single(Raw(text.replace('"', ""), where), self)])[0]
+        return Arithmetic(text, self.number, lambda name, value: self.put(name, Word(str(value), where))).value()
+
+    def number(self, name: str) -> int:
+        """A variable as arithmetic sees it.  Raises Undecided: unset is what the environment has, not 0."""
+        value = self.get(name)
+        if value is None:
+            raise Undecided(self.why_unset(name))
+        first = value if isinstance(value, Word) else value[0] if value else Word("0", Where(self.script, 1))
+        text = known([first])[0].strip()
+        try:
+            return int(text or "0")
+        except ValueError:
+            raise Undecided(f"{name} is {text[:40]!r}, no number") from None
+
+    def substitute(self, text: str, where: Where) -> str:
+        """What `$(text)` prints, for the few commands that only print.  Raises Undecided: nothing is run."""
+        inner = self.copy()
+        inner.output = []
+        try:
+            inner.read(text, where.file, where.line)
+        except UsageError as error:
+            raise Undecided(f"$({text.split(chr(10))[0][:60]}) is not read: {error.message}") from None
+        except Leave:
+            pass
+        self.steps = inner.steps
+        return "".join(inner.output).rstrip("\n")
+
+    # -- states ----------------------------------------------------------------------------------------------------------------
+
+    def copy(self) -> Shell:
+        return replace(
+            self,
+            variables={name: list(value) if isinstance(value, list) else value for name, value in self.variables.items()},
+            functions=dict(self.functions),
+            missing=list(self.missing),
+            files=list(self.files),
+        )
+
+    def adopt(self, others: list[Shell], where: Where, why: str) -> None:
+        """Goes on from several states, one of which is the true one: what differs is unknown."""
+        first = others[0]
+        names = dict.fromkeys(name for one in others for name in one.variables)
+        values: dict[str, Value] = {}
+        for name in names:
+            held = [one.variables.get(name) for one in others]
+            if all(_plain(one) == _plain(held[0]) for one in held) and held[0] is not None:
+                values[name] = held[0]
+                continue
+            many = "[@]" if any(isinstance(one, list) for one in held) else ""
+            values[name] = Word(f"${{{name}{many}}}", where, f"{name} depends on {why}")
+        self.variables, self.functions = values, first.functions
+        self.missing = list(dict.fromkeys(line for one in others for line in one.missing))
+        self.directory = first.directory if all(one.directory == first.directory for one in others) else None
+        self.steps = max(one.steps for one in others)
+
+    def branches(self, bodies: list[Body], where: Where, why: str) -> None:
+        """Follows every body from here; those that leave the script are no way on."""
+        if self.output is not None:
+            raise Undecided(f"it depends on {why}")
+        ends, left = [], Leave("exit")
+        for body in bodies:
+            one = self.copy()
+            try:
+                one.all(body)
+                ends.append(one)
+            except Leave as leave:
+                left = leave
+            self.steps = max(self.steps, one.steps)
+        if not ends:
+            raise left
+        self.adopt(ends, where, why)
+
+    def apart(self, body: Body) -> bool | None:
+        """Follows commands whose changes nobody sees: a subshell, the parts of a pipeline."""
+        inner = self.copy()
+        try:
+            return inner.all(body)
+        except Leave:
+            return None
+        finally:
+            self.steps = inner.steps
+
+    @contextmanager
+    def deeper(self, where: Where) -> Iterator[None]:
+        self.depth += 1
+        if self.depth > DEEPEST:
+            raise refuse(where, "sourced files, functions or substitutions call each other without end")
+        yield
+        self.depth -= 1
+
+    def step(self, where: Where) -> None:
+        self.steps += 1
+        if self.steps > MOST_STEPS:
+            raise refuse(where, f"the script goes on after {MOST_STEPS} steps")
+
+    # -- commands ----------------------------------------------------------------------------------------------------------------
+
+    def all(self, body: Body) -> bool | None:
+        """Follows commands one after the other; the status of the last: True, False or None (not known)."""
+        status: bool | None = True
+        for node in body:
+            status = self.follow(node)
+        return status
+
+    def follow(self, node: Node) -> bool | None:
+        self.step(node.where)
+        match node:
+            case Simple():
+                return self.simple(node)
+            case Chain():
+                return self.chain(node)
+            case Arith():
+                return self.decided(lambda: self.calculate(node.text) != 0)
+            case Test():
+                return self.decided(lambda: Condition([self._operand(raw) for raw in node.words], True).value())
+            case Pipe():
+                return self.pipe(node)
+            case Group():
+                if not node.subshell:
+                    return self.all(node.body)
+                return self.apart(node.body)
+            case If():
+                return self.choose(node)
+            case For() | Count() | While():
+                return self.loop(node)
+            case Case():
+                return self.case(node)
+            case Function():
+                self.functions[node.name] = node.body
+        return True
+
+    def decided(self, value: Callable[[], bool]) -> bool | None:
+        """A condition: True, False, or None where only a running shell would know."""
+        try:
+            return value()
+        except Undecided:
+            return None
+
+    def _operand(self, raw: Raw) -> Word:
+        return Word(raw.text, raw.where) if raw.text in ("&&", "||", "(", ")", "<", ">", "!") else single(raw, self)
+
+    def chain(self, node: Chain) -> bool | None:
+        status = self.follow(node.first)
+        for operator, following in node.rest:
+            if status is None:
+                self.branches([(), (following,)], node.where, f"the command on line {node.where.line}")
+            elif status == (operator == "&&"):
+                status = self.follow(following)
+        return status
+
+    def pipe(self, node: Pipe) -> bool | None:
+        if len(node.commands) > 1:
+            if self.output is not None:
+                raise Undecided("a pipeline is not run")
+            for one in node.commands:
+                self.apart((one,))
+            return None
+        status = self.follow(node.commands[0])
+        return status if status is None else status != node.negated
+
+    def choose(self, node: If) -> bool | None:
+        """`if`: the branch taken; every branch that may be taken where that can't be known."""
+        possible: list[Body] = []
+        for test, body in node.branches:
+            status = self.all(test)
+            if status is True and not possible:
+                return self.all(body)
+            if status is not False:
+                possible.append(body)
+            if status is True:
+                break
+        else:
+            if not possible:
+                return self.all(node.otherwise)
+            possible.append(node.otherwise)
+        self.branches(possible, node.where, f"a condition on line {node.where.line} that only a running shell knows")
+        return None
+
+    def case(self, node: Case) -> bool | None:
+        word = single(node.word, self)
+        patterns = [[single(pattern, self) for pattern in items] for items, _ in node.items]
+        if word.unknown or any(one.unknown for items in patterns for one in items):
+            why = f"the case on line {node.where.line} ({word.unknown or 'its patterns'})"
+            self.branches([*(body for _, body in node.items), ()], node.where, why)
+            return None
+        for items, (_, body) in zip(patterns, node.items, strict=True):
+            if any(fnmatch.fnmatchcase(word.text, one.text) for one in items):
+                return self.all(body)
+        return True
+
+    def loop(self, node: For | Count | While) -> bool | None:
+        why = f"the loop on line {node.where.line}"
+        for status in self._rounds(node):
+            if status is None:
+                self.branches([(), node.body], node.where, why)
+                return None
+            try:
+                self.all(node.body)
+            except Leave as leave:
+                if leave.kind == "break":
+                    break
+                if leave.kind != "continue":
+                    raise
+            if isinstance(node, Count):
+                self.decided(lambda: self.calculate(node.step) != 0)
+        return True
+
+    def _rounds(self, node: For | Count | While) -> Iterator[bool | None]:
+        """True for every round of a loop; None where it can't be known if there is one."""
+        if isinstance(node, For):
+            words = [word for raw in node.words for word in expand(raw, self)]
+            for word in words:
+                self.step(node.where)
+                self.put(node.name, word)
+                yield None if word.unknown else True
+                if word.unknown:
+                    return
+            return
+        if isinstance(node, Count):
+            self.decided(lambda: self.calculate(node.start) != 0)
+        while True:
+            self.step(node.where)
+            test = self.decided(lambda: self.calculate(node.test or "1") != 0) if isinstance(node, Count) else self.all(node.test)
+            if test is not None and isinstance(node, While) and node.until:
+                test = not test
+            if test is False:
+                return
+            yield test
+
+    # -- simple commands -----------------------------------------------------------------------------------------------------------
+
+    def assign(self, node: Assign) -> None:
+        self.put(node.name, assigned(node, self.get(node.name), self))
+
+    def simple(self, node: Simple) -> bool | None:
+        if not node.words:
+            for one in node.assigns:
+                self.assign(one)
+            return True
+        words = [word for raw in node.words for word in expand(raw, self)]
+        if node.joined:
+            self.notes[
+                f"lines {node.where.line} to {node.where.line + node.joined}: the backslashes at the line ends are missing; read as one command"
+            ] = None
+        for one in node.declares:
+            self.assign(one)
+        if not words:
+            return True
+        name = words[0].text
+        if name in self.functions and not words[0].unknown:
+            return self.call(name, words, node.where)
+        builtin = shell_builtins.BUILTINS.get(name)
+        if builtin is not None:
+            try:
+                return builtin(self, words[1:], node.where)
+            except Undecided:
+                if self.output is not None:
+                    raise
+                return None
+        if self.output is not None:
+            raise Undecided(f"{name} is not run")
+        script = _inner_script(words)
+        if script is not None:  # bash -c "...": another shell follows the same text, and its variables stay there
+            with suppress(Leave):
+                self.copy().read(script, node.where.file, node.where.line)
+            return None
+        self.commands.append(Command(tuple(words), node.where))
+        return None
+
+    def call(self, name: str, words: list[Word], where: Where) -> bool | None:
+        outside, self.arguments = self.arguments, words[1:]
+        with self.deeper(where):
+            try:
+                return self.follow(self.functions[name])
+            except Leave as leave:
+                if leave.kind != "return":
+                    raise
+                return None
+            finally:
+                self.arguments = outside
+
+
+def _inner_script(words: list[Word]) -> str | None:
+    """The text that `bash -c` is given, wherever in a command it stands."""
+    for shell, option, script in zip(words, words[1:], words[2:], strict=False):
+        if shell.text.rpartition("/")[2] in ("bash", "sh") and option.text in ("-c", "-lc", "-xc", "-ec") and not script.unknown:
+            return script.text
+    return None
+
+
+def _plain(value: Value | None) -> object:
+    """What makes two values the same."""
+    return [(one.text, one.unknown) for one in value] if isinstance(value, list) else value and (value.text, value.unknown)

@@ -1,0 +1,248 @@
+"""The commands that bash itself does, as far as they set variables or print: echo, printf, source, test, cd and a few more.
+
+Everything else is a command to the outside: it is listed, never run.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bisect_tool.launch.shell_tests import Condition
+from bisect_tool.launch.shell_words import LONGEST
+from bisect_tool.launch.words import Leave, Undecided, Where, Word, known, read_text, refuse
+
+if TYPE_CHECKING:
+    from bisect_tool.launch.shell import Shell
+
+# sourced for the environment they set up, not for flags
+ENVIRONMENTS = re.compile(
+    r"activate|\.bashrc|\.profile|\.bash_profile|set_?env\S*\.sh|setvars\.sh|conda\.sh|nvm\.sh|\.env|cann\S*\.sh", re.IGNORECASE
+)
+Builtin = Callable[["Shell", list[Word], Where], "bool | None"]
+
+
+def _say(shell: Shell, text: str) -> bool:
+    if shell.output is not None:
+        shell.output.append(text)
+        if sum(map(len, shell.output)) > LONGEST:
+            raise Undecided("it prints without end")
+    return True
+
+
+def _echo(shell: Shell, words: list[Word], _where: Where) -> bool | None:
+    if shell.output is None:
+        return True
+    texts = known(words)
+    end = "\n"
+    while texts and texts[0] in ("-n", "-e", "-E"):
+        end = "" if texts.pop(0) == "-n" else end
+    return _say(shell, " ".join(texts) + end)
+
+
+def _printf(shell: Shell, words: list[Word], where: Where) -> bool | None:
+    if words[:1] and words[0].text == "-v" and len(words) > 2:
+        name = known([words[1]])[0]
+        try:
+            shell.put(name, Word(formatted(*_known_format(words[2:])), where))
+        except Undecided as undecided:
+            shell.put(name, Word(f"${{{name}}}", where, undecided.why))
+        return True
+    return True if shell.output is None else _say(shell, formatted(*_known_format([one for one in words if one.text != "--"])))
+
+
+def _known_format(words: list[Word]) -> tuple[str, list[str]]:
+    texts = known(words)
+    return (texts[0], texts[1:]) if texts else ("", [])
+
+
+def formatted(pattern: str, arguments: list[str]) -> str:
+    """printf: the format is used again until every argument is.  Raises Undecided for a conversion that is not read."""
+    pieces = re.split(r"(%[-0 ]*\d{0,4}(?:\.\d{0,4})?[a-zA-Z]|%%)", pattern)
+    made, left = "", list(arguments)
+    while True:
+        before = len(left)
+        for piece in pieces:
+            if piece == "%%":
+                made += "%"
+            elif piece.startswith("%"):
+                made += _converted(piece, left.pop(0) if left else "")
+            elif "%" in piece:
+                raise Undecided(f"printf {pattern!r} is not read")
+            else:
+                made += re.sub(r"\\(.)", lambda found: {"n": "\n", "t": "\t", "\\": "\\"}.get(found[1], found[0]), piece)
+        if not left or len(left) == before or len(made) > LONGEST:
+            return made
+
+
+def _converted(conversion: str, text: str) -> str:
+    kind, spec = conversion[-1], conversion[:-1]
+    try:
+        if kind in "sb":
+            return (spec + "s") % text
+        if kind in "di":
+            return (spec + "d") % int(text or "0")
+        if kind in "fgeE":
+            return (spec + kind) % float(text or "0")
+    except ValueError:
+        pass
+    raise Undecided(f"printf {conversion} of {text[:40]!r} is not read")
+
+
+def _test(shell: Shell, words: list[Word], _where: Where) -> bool | None:
+    inside = words[:-1] if words and words[-1].text == "]" else words
+    return shell.decided(lambda: Condition(inside, False).value())
+
+
+def _cd(shell: Shell, words: list[Word], _where: Where) -> bool | None:
+    words = [word for word in words if word.text not in ("--", "-P", "-L")]
+    if not words or words[0].unknown or words[0].text in ("", "-"):
+        shell.directory = None
+        return True
+    shell.directory = posixpath.normpath(posixpath.join(shell.directory or str(shell.script.absolute().parent), words[0].text))
+    return True
+
+
+def _pwd(shell: Shell, _words: list[Word], _where: Where) -> bool | None:
+    if shell.directory is None:
+        raise Undecided("the working directory is not known")
+    return _say(shell, shell.directory + "\n")
+
+
+def _path(change: Callable[[str], str]) -> Builtin:
+    def named(shell: Shell, words: list[Word], _where: Where) -> bool | None:
+        if shell.output is None:
+            return True
+        texts = [text for text in known(words) if not text.startswith("-")]
+        if len(texts) != 1:
+            raise Undecided("more than one path")
+        return _say(shell, change(texts[0]) + "\n")
+
+    return named
+
+
+def _seq(shell: Shell, words: list[Word], _where: Where) -> bool | None:
+    texts, between = known(words), "\n"
+    while texts and texts[0].startswith("-s"):
+        first = texts.pop(0)
+        between = first[2:] or texts.pop(0)
+    try:
+        numbers = [int(text) for text in texts]
+    except ValueError:
+        raise Undecided("seq of no whole numbers") from None
+    if not 1 <= len(numbers) <= 3:
+        raise Undecided("seq without numbers")
+    low, step, high = ([1, 1, *numbers], [numbers[0], 1, numbers[-1]], numbers)[len(numbers) - 1]
+    if step == 0 or abs(high - low) // abs(step) > LONGEST // 8:
+        raise Undecided("seq without end")
+    return _say(shell, between.join(map(str, range(low, high + (1 if step > 0 else -1), step))) + "\n")
+
+
+def _source(shell: Shell, words: list[Word], where: Where) -> bool | None:
+    """Follows a sourced file: beside the script, or up from it."""
+    if not words:
+        return True
+    named = words[0].text
+    if ENVIRONMENTS.search(posixpath.basename(named)):
+        return True
+    if words[0].unknown:
+        tail = re.sub(r"^.*\}/?", "", named)
+        file = _find(shell, tail) if tail and "$" not in tail else None
+    else:
+        file = _find(shell, named)
+    if file is None:
+        shell.missing.append(f"{where} sources {named}")
+        return None
+    outside = shell.arguments
+    if len(words) > 1:
+        shell.arguments = words[1:]
+    try:
+        return shell.read(read_text(file), file)
+    except Leave as leave:
+        if leave.kind != "return":
+            raise
+        return None
+    finally:
+        shell.arguments = outside
+
+
+def _find(shell: Shell, named: str) -> Path | None:
+    """A sourced file: from the working directory, the script's directory, those above it, or beside the script."""
+    beside = shell.files[-1].parent if shell.files else shell.script.parent
+    roots = [Path(shell.directory)] if shell.directory else []
+    above = [*beside.absolute().parents][:4]
+    tried = [*(root / named for root in (*roots, beside, *above)), beside / posixpath.basename(named)]
+    return next((path for path in tried if path.is_file()), None)
+
+
+def _leave(kind: str) -> Builtin:
+    def leave(_shell: Shell, _words: list[Word], _where: Where) -> bool | None:
+        raise Leave(kind)
+
+    return leave
+
+
+def _eval(shell: Shell, words: list[Word], where: Where) -> bool | None:
+    unknown = next((word.unknown for word in words if word.unknown), "")
+    if unknown:
+        raise refuse(where, f"eval of a text that is not known ({unknown})")
+    return shell.read(" ".join(word.text for word in words), where.file, where.line)
+
+
+def _set(shell: Shell, words: list[Word], _where: Where) -> bool | None:
+    texts = [word.text for word in words]
+    if "--" in texts:
+        shell.arguments = words[texts.index("--") + 1 :]
+    return True
+
+
+def _shift(shell: Shell, words: list[Word], _where: Where) -> bool | None:
+    count = int(words[0].text) if words and words[0].text.isdigit() and len(words[0].text) < 6 else 1
+    shell.arguments = shell.arguments[count:]
+    return True
+
+
+def _unset(shell: Shell, words: list[Word], _where: Where) -> bool | None:
+    for word in words:
+        shell.variables.pop(word.text, None)
+    return True
+
+
+def _reads(why: str) -> Builtin:
+    """A command that fills variables from the outside."""
+
+    def reads(shell: Shell, words: list[Word], where: Where) -> bool | None:
+        for word in words:
+            if re.fullmatch(r"[A-Za-z_]\w*", word.text):
+                shell.put(word.text, Word(f"${{{word.text}}}", where, f"{word.text} is {why}"))
+        return None
+
+    return reads
+
+
+def _let(shell: Shell, words: list[Word], _where: Where) -> bool | None:
+    try:
+        values = [shell.calculate(text) for text in known(words)]
+    except Undecided:
+        return None
+    return bool(values and values[-1])
+
+
+def _nothing(status: bool | None) -> Builtin:
+    return lambda _shell, _words, _where: status
+
+
+BUILTINS: dict[str, Builtin] = {
+    "echo": _echo, "printf": _printf, "test": _test, "[": _test, "cd": _cd, "pushd": _cd, "pwd": _pwd, "seq": _seq,
+    "dirname": _path(posixpath.dirname), "basename": _path(posixpath.basename), "realpath": _path(posixpath.normpath), "readlink": _path(posixpath.normpath),
+    "source": _source, ".": _source, "exit": _leave("exit"), "return": _leave("return"), "break": _leave("break"), "continue": _leave("continue"),
+    "eval": _eval, "set": _set, "shift": _shift, "unset": _unset, "let": _let,
+    "read": _reads("read from the outside"), "mapfile": _reads("read from the outside"), "readarray": _reads("read from the outside"),
+    "getopts": _reads("an option of the script"),
+    "true": _nothing(True), ":": _nothing(True), "false": _nothing(False),
+    "export": _nothing(True), "declare": _nothing(True), "typeset": _nothing(True), "local": _nothing(True), "readonly": _nothing(True),
+    "shopt": _nothing(True), "trap": _nothing(True), "wait": _nothing(None), "ulimit": _nothing(None), "umask": _nothing(None),
+}  # fmt: skip

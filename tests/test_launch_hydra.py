@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from bisect_hooks.errors import UsageError
+
+from bisect_tool.launch.hydra import is_override, read_overrides, shapes
+from bisect_tool.launch.words import Where, Word
+
+HERE = Where(Path("run.sh"), 3)
+ACTOR = "actor_rollout_ref.actor.megatron."
+
+
+def words(*texts: str) -> list[Word]:
+    return [Word(text, HERE) for text in texts]
+
+
+def test_only_the_actors_model_is_read() -> None:
+    found = words(
+        f"{ACTOR}tensor_model_parallel_size=2",
+        "actor_rollout_ref.ref.megatron.tensor_model_parallel_size=8",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=4",
+    )
+    assert read_overrides(found)[0] == {"tensor_model_parallel_size": 2}
+    assert shapes(found) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("moe_router_topk", "8", 8),
+        ("rotary_base", "1e7", 1e7),
+        ("qk_layernorm", "True", True),
+        ("kv_channels", "null", None),
+        ("moe_router_dtype", "fp32", "fp32"),
+        ("moe_layer_freq", "[1,0]", [1, 0]),
+    ],
+)
+def test_values_are_hydras(name: str, text: str, value: object) -> None:
+    args, said, _ = read_overrides(words(f"+{ACTOR}override_transformer_config.{name}={text}"))
+    assert args == {name: value} and said == {name: HERE}
+
+
+def test_the_last_counts_and_a_tilde_takes_away() -> None:
+    key = f"{ACTOR}override_transformer_config.moe_router_topk"
+    assert read_overrides(words(f"+{key}=8", f"++{key}=4"))[0] == {"moe_router_topk": 4}
+    assert read_overrides(words(f"+{key}=8", f"~{key}="))[0] == {}
+
+
+def test_overrides_of_config_json_are_listed() -> None:
+    _, _, others = read_overrides(words("+actor_rollout_ref.model.override_config.num_hidden_layers=4"))
+    assert [text for text, _ in others] == ["+actor_rollout_ref.model.override_config.num_hidden_layers=4"]
+
+
+def test_what_is_not_known_is_refused_where_it_matters() -> None:
+    assert read_overrides([Word("data.files=${X}", HERE, "why")])[0] == {}
+    for word in (Word(f"{ACTOR}tensor_model_parallel_size=${{TP}}", HERE, "why"), Word("${ACTOR}", HERE, "why")):
+        with pytest.raises(UsageError, match=r"run\.sh:3: .*why"):
+            read_overrides([word])
+    with pytest.raises(UsageError, match=r"run\.sh:3: .*not YAML"):
+        read_overrides(words(f"{ACTOR}x=[1"))
+
+
+def test_a_path_or_flag_is_no_override() -> None:
+    assert not is_override("a/b.py") and not is_override("--x=1") and not is_override("X=1")

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from bisect_hooks.errors import UsageError
+
+from bisect_tool.launch.python_lists import Script
+
+FILE = Path("run.py")
+IDIOMS = {
+    "a comprehension": ('N = 4\nF = [0 if i < 1 else 1 for i in range(N)]\nA = ["--moe-layer-freq", "[" + ",".join(str(x) for x in F) + "]"]', "--moe-layer-freq [0,1,1,1]"),
+    "lists joined": ('M = ["--swiglu"]\nP = ["--num-layers", "4"]\nA = ["python3"] + M + P', "python3 --swiglu --num-layers 4"),
+    "starred": ('M = ["--swiglu"]\nA = ["python3", *M]', "python3 --swiglu"),
+    "appended": ('A = ["--swiglu"]\nA += ["--num-layers", str(2 * 3)]\nA.append("--bf16")\nA.extend(["--fp16"])', "--swiglu --num-layers 6 --bf16 --fp16"),
+    "f-strings": ('N = 3\nA = f"--num-layers {N} " "--swiglu"', "--num-layers 3 --swiglu"),
+    "a function that returns flags": ('def model_args() -> str:\n    return (\n        "--swiglu "\n        "--num-layers 4 "\n    )', "--swiglu --num-layers 4"),
+    "defaults of the environment": ('import os\nA = ["--num-layers", os.environ.get("N", "5"), "--hidden-size", os.getenv("H", "6")]', "--num-layers 5 --hidden-size 6"),
+    "split": ('A = "--num-layers 4 --swiglu".split()', "--num-layers 4 --swiglu"),
+    "main": ('if __name__ == "__main__":\n    A = ["--num-layers", "4"]', "--num-layers 4"),
+}  # fmt: skip
+
+
+def read(text: str, **given: str) -> Script:
+    script = Script(FILE, given)
+    script.run(text)
+    return script
+
+
+@pytest.mark.parametrize("what", IDIOMS)
+def test_idioms_are_read(what: str) -> None:
+    text, expected = IDIOMS[what]
+    _, found = read(text).lists[-1]
+    assert " ".join(word.text for word in found) == expected
+    assert [word.unknown for word in found] == [""] * len(found)
+
+
+def test_words_know_their_line() -> None:
+    _, found = read('A = [\n"--num-layers",\n"4",\n]').lists[-1]
+    assert [(word.text, str(word.where), word.where.text) for word in found] == [
+        ("--num-layers", "run.py:2", '"--num-layers",'),
+        ("4", "run.py:3", '"4",'),
+    ]
+
+
+def test_names_that_nothing_sets_are_unset(tmp_path: Path) -> None:
+    _, found = read('A = ["--hf-checkpoint", MODEL, "--swiglu"] + WANDB').lists[-1]
+    assert [(word.text, word.unset) for word in found] == [
+        ("--hf-checkpoint", False),
+        ("${MODEL}", True),
+        ("--swiglu", False),
+        ("${WANDB}", True),
+    ]
+    _, given = read('A = ["--num-layers", N]', N="7").lists[-1]
+    assert given[1].text == "7"
+
+
+def test_nothing_is_executed(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    text = f'__import__("os").system("touch {mark}")\nopen("{mark}", "w")\nA = ["--num-layers", str(open("{mark}", "w")), "--swiglu", eval("1")]'
+    _, found = read(text).lists[-1]
+    assert not mark.exists()
+    assert found[1].unknown == "open() is not called" and found[3].unknown == "eval() is not called"
+
+
+def test_blocks_leave_their_names_unknown() -> None:
+    _, found = read('L = ["--num-layers", "4"]\nfor i in range(2):\n    L.append("x")\n    N = i\nA = ["--swiglu", N, *L]').lists[-1]
+    assert "a block on line 2" in found[1].unknown and "a block on line 2" in found[2].unknown
+
+
+@pytest.mark.parametrize("text", ['A = ["--swiglu"', "A = (" * 300, "\0"])
+def test_what_is_no_python_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=r"run\.py:\d+: not Python"):
+        read(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'A = ["--swiglu"] * 10 ** 9',
+        'A = ["--swiglu", "x" * 999999999]',
+        'A = ["--swiglu", *range(10 ** 12)]',
+        'A = ["--swiglu", 9 ** 9 ** 9]',
+    ],
+)
+def test_values_without_end_are_not_made(text: str) -> None:
+    read(text)
