@@ -14,7 +14,11 @@ from bisect_tool.audit import Audit, Auditor
 from bisect_tool.compare import same_tensor
 from bisect_tool.faults import Finding, Proof, Relation, without_layer
 from bisect_tool.hf_directory import HuggingFaceDirectory
+from bisect_tool.places import Stored
 from bisect_tool.sides import Cast, Expected, StoredSide, TableSide
+
+# what Megatron and Hugging Face call the output layer
+HEADS = ("output_layer.", "lm_head.")
 
 
 def account(auditor: Auditor, missing: Sequence[str], audit: Audit) -> None:
@@ -47,11 +51,22 @@ def _checkpoint(auditor: Auditor, side: StoredSide, missing: Sequence[str], audi
         else:
             audit.findings.append(_missing(auditor, name, extra))
     for key in extra:
-        if key not in renamed.values():
+        if key not in renamed.values() and not _tied(auditor, key, side.checkpoint.tensors[key], audit):
             near = difflib.get_close_matches(key, auditor.row_of, n=1)
             mtp = re.match(r"mtp\.layers\.(\d+)\.", key)
             site = Site("mtp", int(mtp[1]), "layer") if mtp else auditor.row_of[near[0]][0].site if near else Site("embedding")
+            site = Site("lm_head") if key.startswith(HEADS) else site
             audit.findings.append(_extra(auditor, side.checkpoint.tensors[key].on_disk, site))
+
+
+def _tied(auditor: Auditor, key: str, tensor: Stored, audit: Audit) -> bool:
+    """Whether it is the output layer of a model that ties it, and the embedding once more: a note says so."""
+    made = next((made.name for rule, made in auditor.rows if rule.site.module == "embedding"), "")
+    embedding = auditor.candidate.tensor(made)
+    if not key.startswith(HEADS) or embedding is None or not same_tensor(Cast(embedding, tensor.dtype), tensor):
+        return False
+    audit.notes.append(f"{tensor.on_disk} is the embedding once more: the reference ties the two")
+    return True
 
 
 def _names_only(auditor: Auditor, name: str, disk: str) -> Finding:
@@ -102,10 +117,11 @@ def _export(auditor: Auditor, side: TableSide, missing: Sequence[str], audit: Au
     for name in left:
         if name in fused:
             continue
-        why = auditor.family.left_out(name)
+        why = auditor.family.left_out(name, auditor.dims)
         if why is None:
             near = difflib.get_close_matches(name, read, n=1)
             site = next((rule.site for rule in side.rules if near and near[0] in rule.references), Site("embedding"))
+            site = Site("lm_head") if name.startswith(HEADS) else site
             audit.findings.append(_extra(auditor, side.directory.on_disk(name), site))
         else:
             spared[why] = spared.get(why, 0) + 1
@@ -117,7 +133,7 @@ def _other_style(auditor: Auditor, side: TableSide, read: Iterable[str]) -> dict
     names = [name for name in side.directory.names if name not in set(read)]
     layout = "slime" if any(".linear_attn." in name for name, _ in auditor.row_of.items()) else "native"
     found: dict[str, tuple[Rule, Made, Expected]] = {}
-    for rule in auditor.family.rules(auditor.dims, layout, names, mtp=any(name.startswith("mtp.") for name in names)):  # type: ignore[arg-type]
+    for rule in auditor.family.rules(auditor.dims, layout, names, mtp=bool(auditor.family.mtp_tensors(names, auditor.dims))):  # type: ignore[arg-type]
         if set(rule.references) <= set(names):
             for index, made in enumerate(rule.candidates):
                 if made.name in auditor.row_of:
@@ -148,15 +164,16 @@ def _stale(auditor: Auditor, side: TableSide, name: str, rule: Rule, made: Made,
 def _unread(auditor: Auditor, directory: HuggingFaceDirectory, audit: Audit) -> None:
     """Reference tensors that no row reads: left out for a reason, or not compared."""
     read = {name for rule in auditor.rules for name in rule.references}
+    mtp = set(auditor.family.mtp_tensors(directory.names, auditor.dims))
     left: dict[str, int] = {}
     for name in directory.names:
         if name in read:
             continue
-        why = auditor.family.left_out(name)
+        why = auditor.family.left_out(name, auditor.dims)
         if why is None:
             near = difflib.get_close_matches(name, read, n=2)
             audit.missing.append(f"{directory.on_disk(name)}: no row of the table reads it (nearest: {', '.join(near) or 'none'})")
-        elif not name.startswith("mtp.") or not any(what == "mtp.*" for what, _ in audit.skipped):
+        elif name not in mtp or not any(what == "mtp.*" for what, _ in audit.skipped):
             left[why] = left.get(why, 0) + 1
     audit.skipped += [(f"{count} reference tensors", why) for why, count in left.items()]
     if directory.quantised:

@@ -89,7 +89,7 @@ def conversion_args(
     divisor = 128 * parallel.tp
     args = {setting.arg: setting.expected for setting in family.settings(config, layout)}
     args |= {
-        "ffn_hidden_size": dims.routed or dims.dense,
+        "ffn_hidden_size": dims.dense or dims.routed,
         "max_position_embeddings": dims.positions,
         "seq_length": dims.positions,
         "vocab_size": dims.vocabulary,

@@ -23,9 +23,9 @@ from bisect_tool.measure import Difference, Sums
 from bisect_tool.orders import WAYS, even_cut, reordered
 from bisect_tool.places import Tensor, steps
 from bisect_tool.quantised import in_fp8, nearest
-from bisect_tool.relations import Search, Unpadded, Wrong
+from bisect_tool.relations import Search, Wrong
 from bisect_tool.shards import Shard, shard_of
-from bisect_tool.sides import Cast, Side, StoredSide, TableSide
+from bisect_tool.sides import Cast, First, Side, StoredSide, TableSide
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 FAMILY_ROUNDING = Tolerance(0.0, "bytes equal after one rounding to the stored dtype")
@@ -88,7 +88,7 @@ class Auditor:
         found = self.reference.tensor(name)
         assert found is not None, f"the table makes {name} of nothing"
         padded = isinstance(self.reference, StoredSide) and self.row_of[name][0].site.module in PADDED
-        return Unpadded(found, self.dims.vocabulary) if padded and found.shape[0] > self.dims.vocabulary else found
+        return First(found, self.dims.vocabulary) if padded and found.shape[0] > self.dims.vocabulary else found
 
     def padding(self, name: str, expected: Tensor, candidate: Tensor) -> int:
         """Rows that only pad the vocabulary for parallel ranks."""
@@ -115,6 +115,8 @@ class Auditor:
         expected = self.expected(compared.name)
         assert candidate is not None
         cast = expected if expected.dtype == candidate.dtype else Cast(expected, candidate.dtype)
+        if self.padding(compared.name, expected, candidate):
+            candidate = First(candidate, expected.shape[0])  # what only pads the vocabulary is of no tensor of the reference
         return Wrong(rule, made, cast, candidate, compared, expected.shape[0])
 
     def explain(self, compared: Compared) -> tuple[Relation, Proof]:

@@ -88,7 +88,7 @@ def compare(
     count = expected.shape[0] if rows is None else rows
     row = Row(expected, candidate)
     each = cut.expert and len(candidate.shape) == 3
-    places = pieces_of(cut, (count, *candidate.shape[1:]), parallel)
+    places = pieces_of(cut, candidate.shape, parallel)  # ranks cut the vocabulary with its padding
     squares = norm = 0.0
     for start, stop in steps(count, row.unit, row.bytes):
         if expected.empty(start, stop) and candidate.empty(start, stop):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,9 +46,9 @@ def convert(reference: Path, out: Path, layout: CheckpointLayout, parallel: Para
     directory = open_hf(reference)
     family = family_of(directory.config)
     dims = family.reference_dimensions(directory.config)
-    has_mtp = any(name.startswith("mtp.") for name in directory.names)
+    has_mtp = bool(family.mtp_tensors(directory.names, dims))
     if mtp and not has_mtp:
-        raise UsageError(f"--mtp: {reference} has no mtp.* tensors")
+        raise UsageError(f"--mtp: {reference} has no MTP tensors")
     mtp = has_mtp and mtp is not False
     left_out = check_table(family, dims, directory, layout, mtp)
     dtype = main_dtype(directory)
@@ -77,29 +78,35 @@ def check_table(family: Family, dims: Dimensions, directory: HuggingFaceDirector
     rules = family.rules(dims, layout, directory.names, mtp)
     check_total(rules)
     read = {name for rule in rules for name in rule.references}
-    absent = sorted(read - set(directory.names))
-    if absent:
-        near = difflib.get_close_matches(absent[0], directory.names, n=3)
-        raise UsageError(
-            f"{directory.path} has no {absent[0]}, which the table of {family.name} reads ({len(absent)} such)",
-            hint=f"nearest: {', '.join(near) or 'none'}",
-        )
     left_out: dict[str, int] = {}
+    unread = []
     for name in directory.names:
         if name in read:
             continue
-        why = family.left_out(name)
+        why = family.left_out(name, dims)
         if why is None:
-            near = difflib.get_close_matches(name, read, n=3)
-            raise UsageError(
-                f"{directory.on_disk(name)} is not in the table of {family.name}", hint=f"nearest: {', '.join(near) or 'none'}"
-            )
-        left_out[why] = left_out.get(why, 0) + 1
+            unread.append(name)
+        else:
+            left_out[why] = left_out.get(why, 0) + 1
+    absent = sorted(read - set(directory.names))
+    if unread or absent:
+        said = [f"{directory.path} has no {one}, which the table of {family.name} reads" for one in by_kind(absent)]
+        said += [f"{one} is not in the table of {family.name}" for one in by_kind([directory.on_disk(name) for name in unread])]
+        near = difflib.get_close_matches((unread or absent)[0], read if unread else directory.names, n=3)
+        raise UsageError("; ".join(said), hint=f"nearest: {', '.join(near) or 'none'}")
     for rule in rules:
         shapes = [tuple(directory.read(name).shape) for name in rule.references[:1]]
         if not shapes[0]:
             raise UsageError(f"{directory.on_disk(rule.references[0])} is a scalar")
     return left_out
+
+
+def by_kind(names: Sequence[str]) -> list[str]:
+    """Tensor names, those that differ by a number of a layer or an expert said once with their count."""
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        kinds.setdefault(re.sub(r"\.\d+\.", ".*.", name), []).append(name)
+    return [found[0] if len(found) == 1 else f"{kind} ({len(found)} tensors)" for kind, found in kinds.items()]
 
 
 def main_dtype(directory: HuggingFaceDirectory) -> torch.dtype:

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from bisect_hooks.blocks.args import Args
 from bisect_hooks.errors import UsageError
-from bisect_hooks.families.args import Args
 from bisect_hooks.family import CheckpointLayout, Dimensions
 from bisect_hooks.parallel import Parallel
 from bisect_hooks.site import Site

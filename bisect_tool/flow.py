@@ -2,7 +2,7 @@
 
 A layer is cut loose at its input, at the output of its mixer and at its own output, so nothing spreads further than these edges.
 Sites that are judged against the candidate's own upstream values (top-k and probabilities by the reference's rule on the
-candidate's logits, dispatch by the candidate's routing, experts by probes) have no upstream at all.
+candidate's logits and expert bias, dispatch by the candidate's routing, experts by probes) have no upstream at all.
 """
 
 from __future__ import annotations
@@ -29,23 +29,35 @@ UPSTREAM: dict[str, tuple[str, ...]] = {
     "attention.out_proj": ("attention_gate",),
     "pre_mlp_norm": (),
     "router.logits": ("pre_mlp_norm",),
+    "router.expert_bias": (),
     "router.probs": (),
     "router.topk": (),
     "experts.fc1": (),
     "experts.fc2": (),
     "experts.dispatch": (),
-    "experts.combine": ("router.logits", "router.probs", "router.topk", "experts.fc1", "experts.fc2", "experts.dispatch", "pre_mlp_norm"),
+    "experts.combine": (
+        "router.logits",
+        "router.expert_bias",
+        "router.probs",
+        "router.topk",
+        "experts.fc1",
+        "experts.fc2",
+        "experts.dispatch",
+        "pre_mlp_norm",
+    ),
     "shared_expert.fc1": ("pre_mlp_norm",),
     "shared_expert.fc2": ("shared_expert.fc1",),
     "shared_expert_gate": ("shared_expert.fc2", "pre_mlp_norm"),
-    "output": ("experts.combine", "shared_expert_gate"),
+    "mlp.fc1": ("pre_mlp_norm",),
+    "mlp.fc2": ("mlp.fc1",),
+    "output": ("experts.combine", "shared_expert_gate", "shared_expert.fc2", "mlp.fc2"),
     "embedding": (),
     "final_norm": (),
     "lm_head": (),
 }
 
 # a fault that can't be replaced where it is made is replaced where it has just passed
-CURED_AT = {"experts.fc1": "experts.combine", "experts.fc2": "experts.combine", "experts.dispatch": "experts.combine"}
+CURED_AT = dict.fromkeys(("router.expert_bias", "experts.fc1", "experts.fc2", "experts.dispatch"), "experts.combine")
 
 
 def word(site: Site) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from bisect_hooks.errors import BisectError
-from bisect_hooks.family import Dimensions
+from bisect_hooks.family import Dimensions, Routing
 from bisect_hooks.site import Site, parse_site
 from bisect_hooks.tap import split_key
 
@@ -118,7 +118,8 @@ class Bench:
             if site.module == "lm_head" and candidate.shape[-1] > reference.shape[-1]:
                 candidate = candidate[..., : reference.shape[-1]]  # rows that only pad the vocabulary
             if word(site) == "router.topk":
-                candidate = _without_ties(reference, candidate.float(), handed(f"layers.{site.layer}.router.logits"))
+                ranked = self._route(f"layers.{site.layer}", handed).ranked
+                candidate = _without_ties(reference, candidate.float(), ranked)
             difference = measure(reference.float(), candidate.float())
         except BisectError as error:
             return Judged(key, Verdict.INCOMPARABLE, None, tolerance, error.message)
@@ -129,12 +130,17 @@ class Bench:
         """What the reference's rule makes of the candidate's own upstream values: no threshold for a discrete choice."""
         prefix = f"layers.{site.layer}"
         if site.module == "router":
-            probs, chosen = self.run.family.route(handed(f"{prefix}.router.logits"), self.dims)
-            return chosen if site.part == "topk" else probs
+            routing = self._route(prefix, handed)
+            return routing.chosen if site.part == "topk" else routing.probs
         chosen = handed(f"{prefix}.router.topk").bool()
         if key.endswith(":rows"):
             return handed(f"{prefix}.pre_mlp_norm").repeat(1, int(chosen[0].sum()))
         return handed(f"{prefix}.router.probs")[chosen].reshape(chosen.shape[0], -1)
+
+    def _route(self, prefix: str, handed: Callable[[str], torch.Tensor]) -> Routing:
+        """The reference's rule on the logits, and the expert bias where there is one, that the candidate itself has."""
+        bias = handed(f"{prefix}.router.expert_bias") if self.dims.expert_bias else None
+        return self.run.family.route(handed(f"{prefix}.router.logits"), self.dims, bias)
 
     def _judge_experts(self, key: str, probes: Mapping[str, object], tolerance: Tolerance, result: Pass) -> Judged:
         """Every expert by itself, so that one wrong expert among many is not averaged away; the worst speaks."""
@@ -215,7 +221,11 @@ class Bench:
             cut = self._cut_over_tp()
             for key in keys:
                 every = set(range(parallel.tp))
-                ranks = _wrong_columns(result.values[key], parallel.tp, result.judged[key].tolerance) if key in cut else every
+                pair = result.values[key]
+                if site.module == "lm_head":  # the vocabulary is cut with its padding
+                    padding = self.run.dims.vocabulary - pair[0].shape[-1]
+                    pair = (torch.nn.functional.pad(pair[0], (0, padding)), torch.nn.functional.pad(pair[1], (0, padding)))
+                ranks = _wrong_columns(pair, parallel.tp, result.judged[key].tolerance) if key in cut else every
                 inside |= {(tp, cp) for tp in ranks for cp in range(parallel.cp)}
         return shard_of(site, parallel, "run", self.dims.layers, inside or None)
 
@@ -250,12 +260,11 @@ def _handed(said: Said, grafted: set[str], recording: Recording) -> Callable[[st
     return value
 
 
-def _without_ties(rule: torch.Tensor, chosen: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+def _without_ties(rule: torch.Tensor, chosen: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     """The candidate's choice, with the rule's where the two differ only between equal scores (within two units in the last place)."""
     differs = (rule != chosen).any(-1)
     if not bool(differs.any()):
         return chosen
-    scores = torch.softmax(logits.float(), -1)
     least = scores.masked_fill(~chosen.bool(), math.inf).amin(-1)
     most = scores.masked_fill(chosen.bool(), -math.inf).amax(-1)
     tie = differs & ((most - least) <= 2 * torch.finfo(torch.float32).eps * most.abs())

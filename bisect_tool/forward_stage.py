@@ -66,7 +66,8 @@ def _conclude(job: Job, result: StageResult, bench: Bench, located: Located, fin
         "tokens": job.batch.tokens,
         "ranks": job.parallel.world,
     }
-    result.skipped.append(("mtp", "transformers has no module for it"))
+    if job.dims.mtp:
+        result.skipped.append(("mtp", "transformers has no module for it"))
     if job.candidate.args.get("spec") is not None:
         result.skipped.append(("the candidate's own layer spec", "none was given (--spec); ours was used"))
     floors = recording.provenance.floor.values()

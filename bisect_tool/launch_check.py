@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from bisect_hooks.blocks.args import Args
 from bisect_hooks.errors import UsageError
-from bisect_hooks.families.args import Args
 from bisect_hooks.family import CheckpointLayout, Dimensions, Family, Setting
 from bisect_hooks.site import Site
 

@@ -53,7 +53,11 @@ def _order(tap: Tap, key: str) -> tuple[object, str]:
 def _shown(tap: Tap | None) -> str:
     if tap is None:
         return "-"
-    place = {"output": "output of", "input": "input of", "method": f"{tap.name}() of", "function": f"{tap.name.rsplit(':')[-1]}() under"}[
-        tap.at
-    ]
+    place = {
+        "output": "output of",
+        "input": "input of",
+        "method": f"{tap.name}() of",
+        "function": f"{tap.name.rsplit(':')[-1]}() under",
+        "parameter": f"{tap.name} of",
+    }[tap.at]
     return f"{place} {tap.path}   {tap.layout!r}"

@@ -7,7 +7,7 @@ are found again by their samples, rows by their hashes, so nothing is searched b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -18,7 +18,7 @@ from bisect_tool.compare import Compared, bits, joined, same_bytes, same_tensor
 from bisect_tool.faults import Proof, Relation, without_layer
 from bisect_tool.index import Index
 from bisect_tool.orders import WAYS, Change, reordered
-from bisect_tool.places import Place, Shape, Tensor
+from bisect_tool.places import Tensor
 from bisect_tool.quantised import before_packing, scales_rounded
 from bisect_tool.sides import Cast
 
@@ -39,38 +39,6 @@ class Wrong:
     candidate: Tensor
     compared: Compared
     rows: int
-
-
-@dataclass(frozen=True, slots=True)
-class Unpadded:
-    """The first rows of a tensor: a vocabulary without its padding."""
-
-    tensor: Tensor
-    count: int
-
-    @property
-    def shape(self) -> Shape:
-        return (self.count, *self.tensor.shape[1:])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tensor.dtype
-
-    @property
-    def unit(self) -> int:
-        return self.tensor.unit
-
-    def rows(self, start: int, stop: int) -> torch.Tensor:
-        return self.tensor.rows(start, stop)
-
-    def parts(self, start: int, stop: int) -> Iterable[tuple[Place, torch.Tensor]]:
-        return self.tensor.parts(start, stop)
-
-    def empty(self, start: int, stop: int) -> bool:
-        return self.tensor.empty(start, stop)
-
-    def peek(self, index: int, rows: Sequence[int], width: int) -> torch.Tensor:
-        return self.tensor.peek(index, rows, width)
 
 
 @dataclass(frozen=True)
@@ -105,7 +73,7 @@ class Search:
     def _stale(self, wrong: Wrong) -> Found:
         """An export that holds what the reference does, and not what the candidate made of it."""
         origin = self.origin(wrong.made.name)
-        candidate = Unpadded(wrong.candidate, wrong.rows)
+        candidate = wrong.candidate
         if origin is None or not same_tensor(Cast(origin, candidate.dtype), candidate):
             return None
         proof = Proof("compare with the reference, every byte", None, 0.0, "what the candidate holds differs from it by {before}")
@@ -114,7 +82,7 @@ class Search:
     def _whole(self, wrong: Wrong) -> Found:
         """The candidate tensor is, whole, another tensor of the reference: of another layer, or of another kind."""
         own = wrong.made.name
-        names = self.index.whole(Unpadded(wrong.candidate, wrong.rows), own)
+        names = self.index.whole(wrong.candidate, own)
         if not names:
             return None
         layer = self.layer_of(own)
@@ -220,7 +188,7 @@ class Search:
     def _before(self, wrong: Wrong) -> Found:
         """A rounding that was done before the table put the tensor together."""
         halves = wrong.made.cut.expert and any(parts == 2 for _, _, parts in wrong.made.cut.axes)
-        change = before_packing(wrong.expected, Unpadded(wrong.candidate, wrong.rows), halves=halves)
+        change = before_packing(wrong.expected, wrong.candidate, halves=halves)
         return None if change is None else _claimed(change)
 
     def _scales(self, wrong: Wrong) -> Found:

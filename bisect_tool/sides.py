@@ -135,6 +135,38 @@ class Cast:
 
 
 @dataclass(frozen=True)
+class First:
+    """The first `count` rows of a tensor: a vocabulary without its padding."""
+
+    tensor: Tensor
+    count: int
+
+    @property
+    def shape(self) -> Shape:
+        return (self.count, *self.tensor.shape[1:])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
+    def unit(self) -> int:
+        return self.tensor.unit
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        return self.tensor.rows(start, stop)
+
+    def parts(self, start: int, stop: int) -> Iterable[tuple[Place, torch.Tensor]]:
+        return self.tensor.parts(start, stop)
+
+    def empty(self, start: int, stop: int) -> bool:
+        return self.tensor.empty(start, stop)
+
+    def peek(self, index: int, rows: Sequence[int], width: int) -> torch.Tensor:
+        return self.tensor.peek(index, rows, width)
+
+
+@dataclass(frozen=True)
 class InMemory:
     """A tensor that is already there: a reference's few rows read backwards, or a test's."""
 

@@ -95,7 +95,7 @@ class Sides:
     @property
     def mtp(self) -> int:
         """MTP tensors of the reference."""
-        return sum(name.startswith("mtp.") for name in self.directory.names)
+        return len(self.family.mtp_tensors(self.directory.names, self.dims))
 
     def auditor(self, between: str) -> Auditor:
         """One pair: reference-candidate, reference-export or candidate-export."""
@@ -122,7 +122,7 @@ class Sides:
 
     @property
     def export_mtp(self) -> bool:
-        return any(name.startswith("mtp.") for name in self.exported.names)
+        return bool(self.family.mtp_tensors(self.exported.names, self.dims))
 
     def _export(self) -> Auditor:
         mtp = self.mtp > 0 and self.export_mtp
@@ -232,7 +232,7 @@ class Stage:
             audit.skipped.append(("mtp.*", f"left out by the candidate's flags (mtp_num_layers is not set): {sides.mtp} tensors"))
         elif self.between == "reference-export" and sides.family.reference_dimensions(sides.exported.config).mtp:
             site = Site("mtp", 0)
-            names = tuple(sides.directory.on_disk(name) for name in sides.directory.names if name.startswith("mtp."))
+            names = tuple(map(sides.directory.on_disk, sides.family.mtp_tensors(sides.directory.names, sides.dims)))
             proof = Proof("look for mtp.* in the export", None, None, "every tensor of the decoder is there")
             relation = Relation("missing", {"name": "mtp.*", "tensors": len(names), "promised": "mtp_num_hidden_layers"})
             shard = self.auditor.shard(site, self.auditor.rows[0][1].cut, None)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from bisect_hooks.family import Dimensions
 from bisect_hooks.linear_attention import DeltaRule, GatedDeltaNet
 from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeTextConfig
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeGatedDeltaNet
+from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 EPS = 1e-6
 DIMS = Dimensions(
@@ -18,13 +22,14 @@ DIMS = Dimensions(
 LENGTHS = (1, 3, 5, 64, 65, 130)
 
 
-def both_sides() -> tuple[torch.nn.Module, GatedDeltaNet]:
-    config = Qwen3_5MoeTextConfig(
+def both_sides(interleaved: bool = False) -> tuple[torch.nn.Module, GatedDeltaNet]:
+    config_class, module = (Qwen3NextConfig, Qwen3NextGatedDeltaNet) if interleaved else (Qwen3_5MoeTextConfig, Qwen3_5MoeGatedDeltaNet)
+    config = config_class(
         hidden_size=DIMS.hidden, linear_num_key_heads=DIMS.key_heads, linear_key_head_dim=DIMS.key_width, linear_num_value_heads=DIMS.value_heads,
         linear_value_head_dim=DIMS.value_width, linear_conv_kernel_dim=DIMS.kernel, rms_norm_eps=EPS, dtype="float32", num_hidden_layers=1,
     )  # fmt: skip
-    reference = Qwen3_5MoeGatedDeltaNet(config, layer_idx=0)
-    candidate = GatedDeltaNet(DIMS, EPS, torch.float32)
+    reference = module(config, layer_idx=0)
+    candidate = GatedDeltaNet(replace(DIMS, interleaved=interleaved), EPS, torch.float32)
     generator = torch.Generator().manual_seed(3)
     weights = {name: 0.3 * torch.randn(tensor.shape, generator=generator) for name, tensor in reference.state_dict().items()}
     reference.load_state_dict(weights)
@@ -41,9 +46,10 @@ def apart(reference: torch.nn.Module, candidate: torch.nn.Module, length: int) -
     return float((c - r).norm() / r.norm())
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("length", LENGTHS)
-def test_it_computes_what_transformers_computes(length: int) -> None:
-    assert apart(*both_sides(), length) < 1e-5
+def test_it_computes_what_transformers_computes(length: int, interleaved: bool) -> None:
+    assert apart(*both_sides(interleaved), length) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["A_log", "dt_bias", "conv1d.weight", "in_proj_b.weight", "in_proj_z.weight", "norm.weight"])

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
+from pkgutil import iter_modules
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
-from bisect_hooks.errors import UsageError
+from bisect_hooks.errors import UsageError, first_line
 from bisect_hooks.parallel import Parallel
 from bisect_hooks.site import Site
 from bisect_hooks.table import Rule
@@ -23,8 +27,11 @@ LAYOUTS: tuple[CheckpointLayout, ...] = ("slime", "native")
 class Dimensions:
     """What shapes a model, in the field's words.  Each side makes its own: from config.json, or from Megatron's args.
 
-    kinds    of each layer: "attention" or "linear_attention"
-    moe      whether each layer has routed experts
+    kinds        of each layer: "attention" or "linear_attention"
+    moe          whether each layer has routed experts; the others have a dense MLP of `dense` rows
+    zero_centred norms scale by 1 + w
+    interleaved  linear attention's projections are packed key head by key head
+    sigmoid      experts are scored by a sigmoid, else by a softmax; `renormalised`: over the chosen ones
     """
 
     layers: int
@@ -50,6 +57,17 @@ class Dimensions:
     value_heads: int = 0
     value_width: int = 0
     kernel: int = 0
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    zero_centred: bool = False
+    epsilon: float = 1e-6
+    rotary_base: float = 10000.0
+    rotary_percent: float = 1.0
+    interleaved: bool = False
+    sigmoid: bool = False
+    renormalised: bool = True
+    scaling: float = 1.0
+    expert_bias: bool = False
 
     @property
     def key_rows(self) -> int:
@@ -68,12 +86,15 @@ def check_sizes(dims: Dimensions, parallel: Parallel) -> None:
         ("KV heads", dims.groups, "tp"),
         ("vocabulary rows", dims.vocabulary, "tp"),
         ("linear attention key heads", dims.key_heads, "tp"),
+        ("MLP rows", dims.dense * (not all(dims.moe)), "tp"),
         ("shared expert rows", dims.shared, "tp"),
         ("experts", dims.experts, "ep"),
         ("expert rows", dims.routed, "etp"),
     ):
         if size % parallel.size(axis):
             raise UsageError(f"{size} {what} don't divide by --{axis} {parallel.size(axis)}")
+    if parallel.ep > 1 and not dims.experts:
+        raise UsageError(f"--ep {parallel.ep}: this model has no experts to lay out")
     if parallel.cp > 1:
         raise UsageError("--cp above 1 needs Transformer Engine: megatron-core's own attention asserts it (dot_product_attention.py:58)")
     if parallel.vpp > 1:
@@ -115,6 +136,14 @@ class Derived:
     formula: Callable[..., torch.Tensor]
 
 
+class Routing(NamedTuple):
+    """What a router makes of logits [.. e]: probabilities (zero where not chosen), choice as 0 and 1, and what was ranked."""
+
+    probs: torch.Tensor
+    chosen: torch.Tensor
+    ranked: torch.Tensor
+
+
 class Family(Protocol):
     """What a family file offers.  Everything that names a model lives behind this."""
 
@@ -126,18 +155,39 @@ class Family(Protocol):
     def read_by_spec(self, args: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]: ...
     def settings(self, config: Mapping[str, Any], layout: CheckpointLayout) -> Sequence[Setting]: ...
     def rules(self, dims: Dimensions, layout: CheckpointLayout, names: Sequence[str], mtp: bool) -> list[Rule]: ...
-    def left_out(self, name: str) -> str | None: ...
+    def mtp_tensors(self, names: Iterable[str], dims: Dimensions) -> list[str]: ...
+    def left_out(self, name: str, dims: Dimensions) -> str | None: ...
     def reference_taps(self, dims: Dimensions) -> tuple[Tap, ...]: ...
     def candidate_taps(self, dims: Dimensions, layout: CheckpointLayout) -> tuple[Tap, ...]: ...
     def derived(self, dims: Dimensions, side: Side) -> tuple[Derived, ...]: ...
-    def route(self, logits: torch.Tensor, dims: Dimensions) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def route(self, logits: torch.Tensor, dims: Dimensions, bias: torch.Tensor | None = None) -> Routing: ...
 
 
+ENTRY_POINTS = "bisect_tool.families"
+
+
+@cache
 def families() -> dict[str, Family]:
-    """Every known family, by name."""
-    from bisect_hooks.families.qwen3_5_moe import Qwen35Moe
+    """Every known family, by name: the files of `bisect_hooks.families`, and whatever packages offer as entry points.
 
-    return {family.name: family for family in (Qwen35Moe(),)}
+    Raises UsageError for one that can't be loaded, or that takes the name or a model_type of another.
+    """
+    package = import_module("bisect_hooks.families")
+    found = [import_module(f"{package.__name__}.{module.name}").FAMILY for module in iter_modules(package.__path__)]
+    for point in entry_points(group=ENTRY_POINTS):
+        try:
+            found.append(point.load())
+        except Exception as error:
+            raise UsageError(f"the family {point.name} ({point.value}) can't be loaded: {first_line(error)}") from error
+    known: dict[str, Family] = {}
+    taken: dict[str, str] = {}
+    for family in found:
+        for word in (family.name, *family.model_types):
+            if family.name in known or taken.get(word, family.name) != family.name:
+                raise UsageError(f"two families are called {word!r}", hint=f"entry points of the group {ENTRY_POINTS} are read too")
+            taken[word] = family.name
+        known[family.name] = family
+    return known
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
@@ -149,3 +199,24 @@ def family_of(config: Mapping[str, Any]) -> Family:
             return family
     listed = "; ".join(f"{family.name} (model_type {', '.join(family.model_types)})" for family in known.values())
     raise UsageError(f"unknown family: config.json has model_type {model_type!r}", hint=f"known: {listed}")
+
+
+def family_of_tensors(args: Mapping[str, Any], layout: CheckpointLayout, keys: Iterable[str]) -> Family:
+    """The family whose weight table, under these args, makes these tensors: none too many, none too few, or else the fewest.
+
+    Megatron's args name no model.  Two families that fit alike build the same candidate.  Raises UsageError when none reads the args.
+    """
+    there = set(keys)
+    mtp = any(key.startswith("mtp.") for key in there)
+    best: tuple[int, Family] | None = None
+    for family in families().values():
+        try:
+            dims = family.candidate_dimensions(args)
+        except UsageError:
+            continue
+        made = {candidate.name for rule in family.rules(dims, layout, (), mtp) for candidate in rule.candidates}
+        if best is None or len(made ^ there) < best[0]:
+            best = len(made ^ there), family
+    if best is None:
+        raise UsageError("no known family can read the candidate's args", hint="bisect-tool run --stages config says what is off")
+    return best[1]

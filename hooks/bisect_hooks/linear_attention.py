@@ -56,7 +56,7 @@ class GatedNorm(torch.nn.Module):
 
 
 class GatedDeltaNet(torch.nn.Module):
-    """hidden BSH → BSH, with the parameter names of Hugging Face's module (and so of slime's checkpoints)."""
+    """hidden BSH → BSH, with the parameter names of Hugging Face's modules (and so of slime's checkpoints)."""
 
     def __init__(self, dims: Dimensions, eps: float, dtype: torch.dtype) -> None:
         super().__init__()
@@ -66,10 +66,14 @@ class GatedDeltaNet(torch.nn.Module):
         def linear(inputs: int, outputs: int) -> torch.nn.Linear:
             return torch.nn.Linear(inputs, outputs, bias=False, dtype=dtype)
 
-        self.in_proj_qkv = linear(dims.hidden, rows)
-        self.in_proj_z = linear(dims.hidden, dims.value_rows)
-        self.in_proj_b = linear(dims.hidden, dims.value_heads)
-        self.in_proj_a = linear(dims.hidden, dims.value_heads)
+        if dims.interleaved:
+            self.in_proj_qkvz = linear(dims.hidden, rows + dims.value_rows)
+            self.in_proj_ba = linear(dims.hidden, 2 * dims.value_heads)
+        else:
+            self.in_proj_qkv = linear(dims.hidden, rows)
+            self.in_proj_z = linear(dims.hidden, dims.value_rows)
+            self.in_proj_b = linear(dims.hidden, dims.value_heads)
+            self.in_proj_a = linear(dims.hidden, dims.value_heads)
         self.conv1d = torch.nn.Conv1d(rows, rows, dims.kernel, groups=rows, padding=dims.kernel - 1, bias=False, dtype=dtype)
         self.A_log = torch.nn.Parameter(torch.empty(dims.value_heads, dtype=dtype))
         self.dt_bias = torch.nn.Parameter(torch.empty(dims.value_heads, dtype=dtype))
@@ -79,18 +83,30 @@ class GatedDeltaNet(torch.nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         dims, (batch, length, _) = self.dims, hidden.shape
-        mixed_BCS = self.conv1d(self.in_proj_qkv(hidden).transpose(1, 2))[..., :length]
+        qkv_BSC, z, b, a = self.project(hidden)
+        mixed_BCS = self.conv1d(qkv_BSC.transpose(1, 2))[..., :length]
         query, key, value = F.silu(mixed_BCS).transpose(1, 2).split([dims.key_rows, dims.key_rows, dims.value_rows], dim=-1)
-        decay = -self.A_log.float().exp() * F.softplus(self.in_proj_a(hidden).float() + self.dt_bias)
+        decay = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias)
         output = self.core(
             query.reshape(batch, length, dims.key_heads, dims.key_width),
             key.reshape(batch, length, dims.key_heads, dims.key_width),
             value.reshape(batch, length, dims.value_heads, dims.value_width),
             decay,
-            self.in_proj_b(hidden).sigmoid(),
+            b.sigmoid(),
         )
-        gate = self.in_proj_z(hidden).reshape(output.shape)
+        gate = z.reshape(output.shape)
         return self.out_proj(self.norm(output, gate).flatten(2))  # type: ignore[no-any-return]
+
+    def project(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """hidden BSH → (q, k, v in one BSC, gate BS(VE), beta BSV, decay BSV).  Interleaved: each key head's parts stand together."""
+        if not self.dims.interleaved:
+            return self.in_proj_qkv(hidden), self.in_proj_z(hidden), self.in_proj_b(hidden), self.in_proj_a(hidden)
+        heads, ratio = self.dims.key_heads, self.dims.value_heads // self.dims.key_heads
+        wide = ratio * self.dims.value_width
+        by_head = self.in_proj_qkvz(hidden).unflatten(-1, (heads, -1)).split([self.dims.key_width, self.dims.key_width, wide, wide], -1)
+        q, k, v, z = (part.flatten(2) for part in by_head)
+        b, a = (part.flatten(2) for part in self.in_proj_ba(hidden).unflatten(-1, (heads, -1)).split(ratio, -1))
+        return torch.cat([q, k, v], -1), z, b, a
 
 
 def _unit(vector: torch.Tensor) -> torch.Tensor:

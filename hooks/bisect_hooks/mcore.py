@@ -172,12 +172,14 @@ def transformer_config(
         linear_num_value_heads=dims.value_heads,
         num_moe_experts=dims.experts or None,
         moe_layer_freq=[int(one) for one in dims.moe],
-        moe_ffn_hidden_size=dims.routed,
+        moe_ffn_hidden_size=dims.routed if dims.experts else None,
         moe_shared_expert_intermediate_size=dims.shared or None,
         moe_shared_expert_gate=dims.shared_gate,
         moe_router_topk=dims.top_k,
         moe_router_score_function=args.get("moe_router_score_function") or "softmax",
         moe_router_pre_softmax=bool(args.get("moe_router_pre_softmax")),
+        moe_router_num_groups=args.get("moe_router_num_groups"),
+        moe_router_group_topk=args.get("moe_router_group_topk"),
         moe_router_topk_scaling_factor=args.get("moe_router_topk_scaling_factor"),
         moe_router_enable_expert_bias=bool(args.get("moe_router_enable_expert_bias")),
         moe_router_dtype=args.get("moe_router_dtype"),
@@ -291,16 +293,16 @@ def build(
             mtp_block_spec=_mtp_spec(dims, layout, args) if dims.mtp and at.pp == parallel.pp - 1 else None,
         )
         model.to(device).eval()
-        for parameter in model.parameters():
-            parameter.requires_grad_(False)
-            parameter.fill_(NAN)
+        model.requires_grad_(False)
+        for _, tensor in stored_tensors(model):
+            tensor.fill_(NAN)
     candidate = Candidate(model, family, dims, layout, parallel, at, device, dtype, layers)
     candidate.taps = local_taps(candidate)
     return candidate
 
 
 def _mtp_spec(dims: Dimensions, layout: CheckpointLayout, args: Mapping[str, Any]) -> ModuleSpec:
-    layer = layer_spec("attention", True, dims, layout, args)
+    layer = layer_spec("attention", dims.experts > 0, dims, layout, args)
     parts = MultiTokenPredictionLayerSubmodules(
         enorm=RMSNorm, hnorm=RMSNorm, eh_proj=ColumnParallelLinear, transformer_layer=layer, layer_norm=RMSNorm
     )
@@ -371,8 +373,15 @@ def fill(candidate: Candidate, made: Callable[[str], torch.Tensor | None], padde
 
 
 def unfilled(candidate: Candidate) -> list[str]:
-    """Parameters that nothing was loaded into (still NaN everywhere)."""
-    return [name for name, parameter in candidate.model.named_parameters() if bool(parameter.isnan().all())]
+    """Parameters and kept buffers that nothing was loaded into (still NaN everywhere)."""
+    return [name for name, tensor in stored_tensors(candidate.model) if bool(tensor.isnan().all())]
+
+
+def stored_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Everything floating that a checkpoint holds by name: parameters, and buffers that are kept (the router's expert bias)."""
+    kept = set(model.state_dict(keep_vars=True))
+    yield from model.named_parameters()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in kept and buffer.is_floating_point())
 
 
 def load(candidate: Candidate, directory: Path, renamed: Mapping[str, str]) -> list[str]:

@@ -20,7 +20,7 @@ from bisect_hooks.layout import Layout, parse_layout
 from bisect_hooks.parallel import Coordinates, Parallel
 from bisect_hooks.site import Site
 
-At = Literal["output", "input", "method", "function"]
+At = Literal["output", "input", "method", "function", "parameter"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,10 @@ class Tap:
     """Where a Site is heard on one side.
 
     path      dotted path of the module (for `method`: of any object that has it; for `function`: of the module that calls it)
-    at        its output, its input, the result of its method, or a call it makes of a module-level function
+    at        its output, its input, the result of its method, a call it makes of a module-level function, or a vector it holds
+              while it is called (`parameter`: given out once a token of the selected argument; never grafted)
     select    which of several outputs or arguments: positions or names, first one that is there
-    name      method or function name (function: "package.module:name")
+    name      method, parameter or function name (function: "package.module:name")
     call      which call of the function inside one forward of `path`, or -1 when there is just one
     result    whether a function tap hears the result (True) or an argument (False)
     piece     name of the only piece; layouts with sections name their own
@@ -105,7 +106,7 @@ class Graft:
         return tap.parsed.cut(pieces, local, self.coordinates, self.sizes, self.parallel)
 
     def wants(self, tap: Tap) -> bool:
-        return tap.graftable and tap.transform is None and any(key in self.values for key in tap.keys)
+        return tap.graftable and tap.transform is None and tap.at != "parameter" and any(key in self.values for key in tap.keys)
 
 
 NO_GRAFT = Graft({}, Coordinates(0, 0, 0, 0, 0), {}, Parallel())
@@ -139,7 +140,7 @@ def listening(
 
     with ExitStack() as stack:
         for tap in taps:
-            if tap.at in ("output", "input"):
+            if tap.at in ("output", "input", "parameter"):
                 _hook_module(stack, root, tap, hear)
             elif tap.at == "method":
                 _wrap_method(stack, root, tap, hear)
@@ -193,7 +194,14 @@ def _hook_module(stack: ExitStack, root: torch.nn.Module, tap: Tap, hear: Hear) 
             return None
         return (_put(args, position, new), kwargs) if position is not None else (args, kwargs | {word: new})
 
-    if tap.at == "output":
+    def holding(_module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        position, word = _argument(args, kwargs, tap)
+        tokens = args[position] if position is not None else kwargs[word]
+        hear(tap, find(module, tap.name).expand(*tokens.shape[:-1], -1))
+
+    if tap.at == "parameter":
+        stack.callback(module.register_forward_pre_hook(holding, with_kwargs=True).remove)
+    elif tap.at == "output":
         stack.callback(module.register_forward_hook(after).remove)
     else:
         stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)

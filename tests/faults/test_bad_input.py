@@ -83,7 +83,7 @@ DAMAGE: dict[str, tuple[Callable[[Path, Path], None], str]] = {
     "an args value that is missing": (lambda _, candidate: set_args(candidate, num_layers=None), "say no num_layers (--num-layers)"),
     "an args value that is no number": (lambda _, candidate: set_args(candidate, hidden_size="wide"), "--hidden-size 'wide'"),
     "no tokenizer": (lambda reference, _: no_tokenizer(reference), "has no tokenizer"),
-    "an unknown family": (lambda reference, _: set_config(reference, model_type="gpt5"), "known: qwen3.5-moe"),
+    "an unknown family": (lambda reference, _: set_config(reference, model_type="gpt5"), "known: "),
     "no config.json": (lambda reference, _: (reference / "config.json").unlink(), "has no config.json"),
 }
 

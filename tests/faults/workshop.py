@@ -22,6 +22,7 @@ LAYOUTS = {
     "one": Parallel(),
     "tp2sp": Parallel(tp=2, sp=True),
     "pp2": Parallel(pp=2),
+    "ep2": Parallel(ep=2),
     "ep4": Parallel(ep=4),
     "tp2ep2": Parallel(tp=2, ep=2, etp=1, sp=True),
 }
@@ -29,6 +30,7 @@ FLAGS = {
     "one": [],
     "tp2sp": ["--tp", "2", "--sp"],
     "pp2": ["--pp", "2"],
+    "ep2": ["--ep", "2"],
     "ep4": ["--ep", "4"],
     "tp2ep2": ["--tp", "2", "--ep", "2", "--etp", "1", "--sp"],
 }
@@ -39,13 +41,14 @@ class Workshop:
     """Checkpoints by how they were made, each made once."""
 
     folder: Path
+    reference: Path = REFERENCE
     made: dict[tuple[str, ...], Path] = field(default_factory=dict)
 
     def good(self, layout: str, written: str) -> Path:
         key = (layout, written)
         if key not in self.made:
             out = self.folder / f"{layout}-{written}"
-            convert(REFERENCE, out, layout, LAYOUTS[written], None)  # type: ignore[arg-type]
+            convert(self.reference, out, layout, LAYOUTS[written], None)  # type: ignore[arg-type]
             self.made[key] = out
         return self.made[key]
 
@@ -61,9 +64,11 @@ class Workshop:
         return self.made[key]
 
 
-def judge(candidate: Path, out: Path, run_under: str, *more: str) -> tuple[int, dict[str, Any]]:
+def judge(
+    candidate: Path, out: Path, run_under: str, *more: str, reference: Path = REFERENCE, prompts: Path = PROMPTS
+) -> tuple[int, dict[str, Any]]:
     """Exit code and report of `bisect-tool run` on a candidate."""
-    arguments = ["run", "--prompts", str(PROMPTS), "--reference", str(REFERENCE), "--candidate", str(candidate), "--out", str(out)]
+    arguments = ["run", "--prompts", str(prompts), "--reference", str(reference), "--candidate", str(candidate), "--out", str(out)]
     code = run([*arguments, *FLAGS[run_under], *more])
     page: dict[str, Any] = json.loads((out / "report.json").read_text())
     return code, page
