@@ -29,10 +29,11 @@ def constant(tensor: Tensor, start: int, stop: int) -> float | None:
     """The one value that rows start..stop hold, or None."""
     first: torch.Tensor | None = None
     for a, b in steps(stop - start, tensor.unit, _row_bytes(tensor)):
-        flat = bits(tensor.rows(start + a, start + b)).flatten()
-        first = flat[0] if first is None else first
-        if not bool((flat == first).all()):
-            return None
+        for _, part in tensor.parts(start + a, start + b):
+            flat = bits(part).flatten()
+            first = flat[0] if first is None else first
+            if not bool((flat == first).all()):
+                return None
     return float(tensor.rows(start, start + tensor.unit).flatten()[0])
 
 

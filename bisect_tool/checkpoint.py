@@ -16,7 +16,7 @@ import torch
 from bisect_hooks.errors import UsageError
 from bisect_hooks.family import CheckpointLayout
 
-from bisect_tool.places import Stored, covers
+from bisect_tool.places import Stored
 
 TRACKER = "latest_checkpointed_iteration.txt"
 Format = Literal["torch_dist", "legacy"]
@@ -69,7 +69,7 @@ class Checkpoint:
             near = difflib.get_close_matches(key, self.tensors, n=3)
             raise UsageError(f"{self.path} has no tensor {key}", hint=f"nearest: {', '.join(near) or 'none'}")
         stored = self.tensors[key]
-        if not covers(stored):
+        if not stored.covered:
             raise UsageError(
                 f"{self.path}: the chunks of {stored.on_disk} do not cover its {stored.shape} once each",
                 hint="was every rank's file copied?",

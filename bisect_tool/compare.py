@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ class Compared:
     holes: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {one.name: getattr(self, one.name) for one in fields(self)}
 
     @classmethod
     def from_json(cls, page: Mapping[str, Any]) -> Compared:
@@ -88,7 +88,7 @@ def compare(
     count = expected.shape[0] if rows is None else rows
     row = Row(expected, candidate)
     each = cut.expert and len(candidate.shape) == 3
-    places = pieces_of(cut, candidate.shape, parallel)  # ranks cut the vocabulary with its padding
+    places: Mapping[ShardPlace, list[Place]] = {}
     squares = norm = 0.0
     for start, stop in steps(count, row.unit, row.bytes):
         if expected.empty(start, stop) and candidate.empty(start, stop):
@@ -110,6 +110,7 @@ def compare(
             if not wrong:
                 continue  # rounding alone makes no place wrong
         found.unequal += _experts(want, wrong, start) if each else [(start, stop)]
+        places = places or pieces_of(cut, candidate.shape, parallel)  # ranks cut the vocabulary with its padding
         found.places += _wrong_places(places, found.places, want, wrong, start)
         found.sites += [site for site in _sites(rule, name, want, candidate, start) if site not in found.sites]
         delta, base = _sampled(want, wrong)
@@ -209,9 +210,9 @@ def _sites(rule: Rule, name: str, want: torch.Tensor, candidate: Tensor, start: 
 
 def _sampled(want: torch.Tensor, wrong: list[Part]) -> tuple[float, float]:
     step = max(1, sum(part.numel() for _, part in wrong) // SAMPLE)
-    delta = base = 0.0
-    for at, part in wrong:
-        w, g = want[at].flatten()[::step].double(), part.flatten()[::step].double()
-        finite = w.isfinite() & g.isfinite()
-        delta, base = delta + float((g - w)[finite].square().sum()), base + float(w[finite].square().sum())
-    return delta, base
+    w, g = (
+        torch.cat(found).double()
+        for found in zip(*((want[at].flatten()[::step], part.flatten()[::step]) for at, part in wrong), strict=True)
+    )
+    finite = w.isfinite() & g.isfinite()
+    return float((g - w)[finite].square().sum()), float(w[finite].square().sum())

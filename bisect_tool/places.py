@@ -25,6 +25,8 @@ from bisect_tool.torch_file import data_of
 
 # bytes that are mapped and compared at once
 WINDOW = 16 << 20
+# bytes at the ends of a hole that may lie in blocks which other data has a part of
+SHARED = 1 << 16
 Shape = tuple[int, ...]
 Place = tuple[slice, ...]
 
@@ -103,12 +105,11 @@ class Stored:
 
     def parts(self, start: int, stop: int) -> Iterator[tuple[Place, torch.Tensor]]:
         """What each piece holds of the rows: (its place in them, a view of the file)."""
-        for shape, piece, skip in self._inside(start, stop):
+        inside = list(self._inside(start, stop))
+        views = _views([(piece.file, piece.begin(self.dtype) + skip, shape) for shape, piece, skip in inside], self.dtype)
+        for (shape, piece, _), view in zip(inside, views, strict=True):
             at = (max(piece.offset[0] - start, 0), *piece.offset[1:])
-            yield (
-                tuple(slice(a, a + n) for a, n in zip(at, shape, strict=True)),
-                _view(piece.file, piece.begin(self.dtype) + skip, self.dtype, shape),
-            )
+            yield tuple(slice(a, a + n) for a, n in zip(at, shape, strict=True)), view
 
     def empty(self, start: int, stop: int) -> bool:
         for shape, piece, skip in self._inside(start, stop):
@@ -125,7 +126,7 @@ class Stored:
                 if at[0] <= row < at[0] + shape[1] and at[1] < width:
                     take = min(width - at[1], columns)
                     start = piece.begin(self.dtype) + skip + (row - at[0]) * columns * self.dtype.itemsize
-                    found[i, at[1] : at[1] + take] = _view(piece.file, start, self.dtype, (take,))
+                    found[i, at[1] : at[1] + take] = _copy(piece.file, start, self.dtype, take)
         return found
 
     def read(self) -> torch.Tensor:
@@ -148,6 +149,11 @@ class Stored:
     def _sorted(self) -> tuple[list[Piece], list[int], int]:
         pieces = sorted(self.pieces, key=lambda piece: piece.offset)
         return pieces, [piece.offset[0] for piece in pieces], max(piece.shape[0] for piece in pieces)
+
+    @cached_property
+    def covered(self) -> bool:
+        """Whether the pieces tile the tensor."""
+        return covers(self)
 
 
 def one_part(rows: torch.Tensor) -> list[tuple[Place, torch.Tensor]]:
@@ -182,13 +188,42 @@ def steps(rows: int, unit: int, row_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 def in_hole(file: Path, start: int, stop: int) -> bool:
-    """Whether a sparse file keeps nothing for these bytes."""
+    """Whether a sparse file keeps nothing for these bytes, or nothing but zeros in the blocks they share with their neighbours."""
     if start == stop:
         return True
+    opened = _opened(file)
+    hole = _seek(opened, start, os.SEEK_HOLE, start)
+    data = min(_seek(opened, hole, os.SEEK_DATA, stop), stop)
+    if hole >= stop or hole - start + stop - data > SHARED:
+        return False
+    return not os.pread(opened, hole - start, start).strip(b"\0") and not os.pread(opened, stop - data, data).strip(b"\0")
+
+
+def _seek(opened: int, start: int, whence: int, otherwise: int) -> int:
     try:
-        return os.lseek(_opened(file), start, os.SEEK_DATA) >= stop
+        return os.lseek(opened, start, whence)
     except OSError:  # past the last data there is nothing left to find
-        return True
+        return otherwise
+
+
+def _views(wanted: Sequence[tuple[Path, int, Shape]], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Views of (file, byte, shape); what lies close together in a file is mapped at once."""
+    spans: dict[Path, list[tuple[int, int]]] = {}
+    for file, start, shape in wanted:
+        spans.setdefault(file, []).append((start, start + math.prod(shape) * dtype.itemsize))
+    mapped = {}
+    for file, span in spans.items():
+        first, last = min(span)[0], max(stop for _, stop in span)
+        if len(span) > 1 and last - first <= sum(stop - start for start, stop in span) * 9 // 8:
+            mapped[file] = first, _view(file, first, torch.uint8, (last - first,))
+    found = []
+    for file, start, shape in wanted:
+        if file in mapped:
+            skip, count = start - mapped[file][0], math.prod(shape)
+            found.append(torch.frombuffer(mapped[file][1].numpy(), dtype=dtype, count=count, offset=skip).reshape(shape))
+        else:
+            found.append(_view(file, start, dtype, shape))
+    return found
 
 
 def _view(file: Path, start: int, dtype: torch.dtype, shape: Shape) -> torch.Tensor:
@@ -205,6 +240,16 @@ def _view(file: Path, start: int, dtype: torch.dtype, shape: Shape) -> torch.Ten
     mapped = mmap.mmap(opened, start - page + length, flags=flags, prot=mmap.PROT_READ, offset=page)
     _silence()
     return torch.frombuffer(mapped, dtype=dtype, count=count, offset=start - page).reshape(shape)
+
+
+def _copy(file: Path, start: int, dtype: torch.dtype, count: int) -> torch.Tensor:
+    """A few bytes of a file as a tensor of its own: mapping them would cost more."""
+    raw = bytearray(os.pread(_opened(file), count * dtype.itemsize, start))
+    if len(raw) < count * dtype.itemsize:
+        raise UsageError(
+            f"{file} ends at byte {start + len(raw)}, a tensor in it at {start + count * dtype.itemsize}", hint="is the file whole?"
+        )
+    return torch.frombuffer(raw, dtype=dtype)
 
 
 @lru_cache(maxsize=256)

@@ -44,6 +44,9 @@ class Sides:
     export: Path | None = None
     converted: Parallel | None = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Sides, (self.reference, self.candidate, self.export, self.converted)
+
     @cached_property
     def directory(self) -> HuggingFaceDirectory:
         return open_hf(self.reference)

@@ -21,14 +21,13 @@ from typing import Any
 import psutil
 from bisect_hooks.family import family_of
 from bisect_hooks.parallel import Parallel
-from large import Dense, reference_shapes, write_candidate, write_reference
+from large import Dense, reference_shapes, watched, write_candidate, write_reference
 
 LAYERS = (4, 16, 64)
 JOBS = (1, 2)
 EP, ROUNDS = 4, 3
 SPEED, FLAT, FAULTY, SEARCHED = 0.70, 0.10, 2.0, 2.0
 PARALLEL = Parallel(ep=EP)
-POLL = 0.01
 say = sys.stdout.write
 
 
@@ -79,33 +78,9 @@ class Pair:
     def audit(self, jobs: int) -> dict[str, Any]:
         """One audit in a process of its own: what `one` says, and the peaks of every process it was made of."""
         command = [sys.executable, __file__, str(self.reference), str(self.candidate), str(jobs), str(self.folder / "report")]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-            peaks: dict[int, int] = {}
-            while child.poll() is None:
-                for one in [psutil.Process(child.pid), *_children(child.pid)]:
-                    peaks[one.pid] = max(peaks.get(one.pid, 0), _peak(one.pid))
-                time.sleep(POLL)
-            assert child.stdout is not None
-            answer: dict[str, Any] = json.loads(child.stdout.read().splitlines()[-1])
-        # multiprocessing's own tracker of resources is no worker: it never imports torch
-        held = sorted(peak for peak in peaks.values() if peak > 64 << 20)
-        return answer | {"peak": sum(held), "processes": len(held)}
-
-
-def _children(pid: int) -> list[psutil.Process]:
-    try:
-        return list(psutil.Process(pid).children(recursive=True))
-    except psutil.Error:
-        return []
-
-
-def _peak(pid: int) -> int:
-    """The most memory a process has held so far, as the kernel keeps it."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:")), 0)
+        found = watched(command)
+        answer: dict[str, Any] = json.loads(found.said.splitlines()[-1])
+        return answer | {"peak": found.peaks, "processes": found.processes}
 
 
 def cat(files: list[Path]) -> float:

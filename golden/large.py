@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import math
 import pickle
+import subprocess
 import tempfile
+import time
 import zipfile
 import zlib
 from argparse import Namespace
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 import numpy as np
+import psutil
 import torch
 from bisect_hooks.family import Dimensions, Family
 from bisect_hooks.parallel import Parallel
@@ -311,3 +314,46 @@ class Dense:
             e = self.source[region[0].start]
             region = (slice(e, e + 1), *region[1:])
         yield 0, self._made[made.name][region]
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """A command that ended.  peaks: the most memory that each of its processes held, summed over `processes`"""
+
+    code: int
+    seconds: float
+    peaks: int
+    processes: int
+    said: str
+
+
+def watched(command: Sequence[str]) -> Watched:
+    """Runs a command and keeps an eye on its memory, children included, each at its own peak."""
+    started = time.perf_counter()
+    peaks: dict[int, int] = {}
+    with tempfile.TemporaryFile("w+") as said, subprocess.Popen(command, stdout=said) as child:
+        while child.poll() is None:
+            for pid in [child.pid, *_children(child.pid)]:
+                peaks[pid] = max(peaks.get(pid, 0), _peak(pid))
+            time.sleep(0.01)
+        seconds = time.perf_counter() - started
+        said.seek(0)
+        # multiprocessing's own tracker of resources never imports torch, and is no worker
+        held = [peak for peak in peaks.values() if peak > 64 << 20]
+        return Watched(child.returncode, seconds, sum(held), len(held), said.read())
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    except psutil.Error:
+        return []
+
+
+def _peak(pid: int) -> int:
+    """The most memory a process has held so far, as the kernel keeps it."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:")), 0)
