@@ -288,6 +288,22 @@ def record(
     return 0
 
 
+@cli.command("compare")
+@click.argument("reference", type=DIRECTORY)
+@click.argument("candidate", type=DIRECTORY)
+@click.option("--strict", is_flag=True, help="Minor findings count as faults.")
+@out_option
+def compare_command(reference: Path, candidate: Path, strict: bool, out: Path) -> int:
+    """Judge two Recordings: ours, imported, or a directory of ranks' shards.
+
+    Nothing is run: a drift is placed by how it grows, and its class is said where the tokens that are wrong decide it.
+    """
+    _start(out)
+    from bisect_tool import comparing
+
+    return _judge(comparing.compare(reference, candidate, strict=strict, command=_command(), progress=Progress()), out)
+
+
 @cli.command()
 @reference_option
 @candidate_option

@@ -39,6 +39,7 @@ OFFERED = {
         ),
         *PARALLEL,
     ],
+    "compare": ["--out", "--strict", "candidate", "reference"],
     "config": ["--candidate", "--export", "--launch", "--out", "--reference", "--set", "--strict"],
     "convert": ["--layout", "--mtp", "--no-mtp", "--out", "--reference", *PARALLEL],
     "gate": ["--candidate", "--golden", "--out", *PARALLEL],
