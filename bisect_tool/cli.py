@@ -304,6 +304,24 @@ def compare_command(reference: Path, candidate: Path, strict: bool, out: Path) -
     return _judge(comparing.compare(reference, candidate, strict=strict, command=_command(), progress=Progress()), out)
 
 
+@cli.command("import")
+@click.argument("form", metavar="FORMAT", type=click.Choice(["sglang", "msprobe", "slime", "torch"]))
+@click.argument("path", type=DIRECTORY)
+@click.option("--reference", type=DIRECTORY, required=True, help="Hugging Face directory of the model; it may hold only config.json.")
+@click.option("--out", type=DIRECTORY, required=True, help="Where the recording goes (empty or new).")
+@click.option("--map", "given", type=DIRECTORY, help="JSON object, their name to ours; * stands for a layer's number.")
+@parallel_options
+def import_command(form: str, path: Path, reference: Path, out: Path, given: Path | None, parallel: Parallel | None) -> int:
+    """Make a Recording of a foreign dump: sglang, msprobe, slime, or torch (a dict of tensors).
+
+    The parallel flags say how the dump's ranks were laid out, where it does not say so itself.
+    """
+    from bisect_tool import importing
+
+    click.echo(importing.import_dump(form, path, out, reference, parallel, given))
+    return 0
+
+
 @cli.command()
 @reference_option
 @candidate_option

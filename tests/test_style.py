@@ -44,6 +44,7 @@ OFFERED = {
     "convert": ["--layout", "--mtp", "--no-mtp", "--out", "--reference", *PARALLEL],
     "gate": ["--candidate", "--golden", "--out", *PARALLEL],
     "hash": ["directory"],
+    "import": ["--map", "--out", "--reference", "form", "path", *PARALLEL],
     "plant": ["--candidate", "--list", "--out", "fault", *PARALLEL],
     "record": ["--candidate", "--input-key", "--out", "--prompts", "--reference", "--side", *PARALLEL],
     "report": ["--format", "directory"],
