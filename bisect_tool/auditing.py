@@ -23,11 +23,11 @@ def audit(job: Job, repaired: Path | None, sibling: tuple[Path, Path] | None) ->
         report = climb(job)
         if rank_of()[0] != 0:
             return None
-        weights = next(stage for stage in report.stages if stage.name == "weights")
-        if sibling is not None:
-            _beside(job, sibling, weights)
-        if repaired is not None:
-            _repair(job, repaired, weights)
+    weights = next(stage for stage in report.stages if stage.name == "weights")
+    if sibling is not None:
+        _beside(job, sibling, weights)
+    if repaired is not None:
+        _repair(job, repaired, weights)
     return report
 
 

@@ -293,6 +293,40 @@ def record(
     return 0
 
 
+@cli.command("compare")
+@click.argument("reference", type=DIRECTORY)
+@click.argument("candidate", type=DIRECTORY)
+@click.option("--strict", is_flag=True, help="Minor findings count as faults.")
+@out_option
+def compare_command(reference: Path, candidate: Path, strict: bool, out: Path) -> int:
+    """Judge two Recordings: ours, imported, or a directory of ranks' shards.
+
+    Nothing is run: a drift is placed by how it grows, and its class is said where the tokens that are wrong decide it.
+    """
+    _start(out)
+    from bisect_tool import comparing
+
+    return _judge(comparing.compare(reference, candidate, strict=strict, command=_command(), progress=Progress()), out)
+
+
+@cli.command("import")
+@click.argument("form", metavar="FORMAT", type=click.Choice(["sglang", "msprobe", "slime", "torch"]))
+@click.argument("path", type=DIRECTORY)
+@click.option("--reference", type=DIRECTORY, required=True, help="Hugging Face directory of the model; it may hold only config.json.")
+@click.option("--out", type=DIRECTORY, required=True, help="Where the recording goes (empty or new).")
+@click.option("--map", "given", type=DIRECTORY, help="JSON object, their name to ours; * stands for a layer's number.")
+@parallel_options
+def import_command(form: str, path: Path, reference: Path, out: Path, given: Path | None, parallel: Parallel | None) -> int:
+    """Make a Recording of a foreign dump: sglang, msprobe, slime, or torch (a dict of tensors).
+
+    The parallel flags say how the dump's ranks were laid out, where it does not say so itself.
+    """
+    from bisect_tool import importing
+
+    click.echo(importing.import_dump(form, path, out, reference, parallel, given))
+    return 0
+
+
 @cli.command()
 @reference_option
 @candidate_option

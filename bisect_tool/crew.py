@@ -37,15 +37,15 @@ class Journal:
 
     def __init__(self, folder: Path | None, inputs: Mapping[str, Any], rank: int = 0) -> None:
         self.done: dict[str, Any] = {}
-        self.folder, self.file = folder, None
+        self.file = None
         if folder is None:
             return
         folder.mkdir(parents=True, exist_ok=True)
         header = hashlib.blake2b(json.dumps(inputs, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
-        for file in sorted(folder.glob(f"{JOURNAL}.*")):
-            if not self._read(file, header):
-                file.unlink()
         own = folder / f"{JOURNAL}.{rank}"
+        for file in sorted(folder.glob(f"{JOURNAL}.*")):
+            if not self._read(file, header) and file == own:  # another rank's is that rank's to drop
+                file.unlink()
         new = not own.exists()
         self.file = own.open("a")
         if new:
@@ -59,7 +59,7 @@ class Journal:
             try:
                 page = json.loads(line)
             except ValueError:
-                continue
+                page = {}
             if i == 0 and page != {"inputs": header}:
                 return False
             if "unit" in page:
@@ -76,13 +76,10 @@ class Journal:
             self.file.write(json.dumps(page) + "\n")
             self.file.flush()
 
-    def close(self, *, finished: bool) -> None:
-        """Closes the file; of a run that is finished nothing is kept."""
+    def close(self) -> None:
+        """Closes the file, which stays there until the report is (report.py)."""
         if self.file is not None:
             self.file.close()
-        if finished and self.folder is not None:
-            for file in self.folder.glob(f"{JOURNAL}.*"):
-                file.unlink(missing_ok=True)
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -52,7 +52,12 @@ class Proof:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong at one site.  made: the weight table's name of the tensor, where it is one"""
+    """One thing that is wrong at one site.
+
+    made        the weight table's name of the tensor, where it is one
+    shape       which tokens are wrong, where that is a clue
+    candidates  the classes it may be, where the evidence does not decide
+    """
 
     cls: str | None
     site: Site
@@ -68,6 +73,8 @@ class Finding:
     shows_at: str | None = None
     minor: bool = False
     made: str = ""
+    shape: Mapping[str, Any] | None = None
+    candidates: tuple[str, ...] = ("conversion", "model-definition", "parallel")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +127,9 @@ class Fault:
             "next": first.next,
         }
         if first.cls is None:
-            page["class_candidates"] = ["conversion", "model-definition", "parallel"]
+            page["class_candidates"] = list(first.candidates)
+        if first.shape is not None:
+            page["shape"] = dict(first.shape)
         return page
 
 

@@ -31,6 +31,8 @@ def record(job: Job, side: str, out: Path) -> str:
         versions={"torch": torch.__version__, "megatron-core": package_version("megatron-core")},
         device=job.device,
         replica_difference=said.replicas,
+        absent=said.absent,
+        layouts={key: tap.layout for tap in run.taps for key in tap.keys if key in said.tensors},
     )
     with writing(out) as writer:
         for name, keys in by_group(said.tensors).items():

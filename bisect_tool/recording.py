@@ -34,6 +34,11 @@ class Provenance:
     rows               token ids of each prompt
     replica_difference relative rms between replicas, for keys where they were not bit-equal
     floor, free_floor  relative rms a re-evaluation of the same function differs by (grafted, free-running), by key
+    positions          position of each token of each row, where it was recorded
+    packed             what a packed batch said of itself (cu_seqlens, ..), where rows were packed into one sequence
+    absent             keys that were expected and are not here, and why
+    imported           the foreign format it comes from
+    layouts            how a key's tensor lay on the ranks it was put together from
     """
 
     side: str
@@ -50,6 +55,15 @@ class Provenance:
     replica_difference: Mapping[str, float] = field(default_factory=dict)
     floor: Mapping[str, float] = field(default_factory=dict)
     free_floor: Mapping[str, float] = field(default_factory=dict)
+    positions: tuple[tuple[int, ...], ...] = ()
+    packed: Mapping[str, Any] = field(default_factory=dict)
+    absent: Mapping[str, str] = field(default_factory=dict)
+    imported: str = ""
+    layouts: Mapping[str, str] = field(default_factory=dict)
+
+
+# fields that are written only where they say something
+OPTIONAL = ("positions", "packed", "absent", "imported", "layouts")
 
 
 class Recording:
@@ -65,6 +79,7 @@ class Recording:
                 raise UsageError(f"{page}: schema is not {SCHEMA}", hint="was it written by another version?")
             self.files: dict[str, str] = found.pop("keys")
             found["rows"] = tuple(map(tuple, found["rows"]))
+            found["positions"] = tuple(map(tuple, found.get("positions", ())))
             self.provenance = Provenance(**found)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UsageError(f"{page} is damaged: {first_line(error)}") from error
@@ -117,7 +132,8 @@ class Writer:
         self.keys |= dict.fromkeys(contiguous, file)
 
     def close(self, provenance: Provenance) -> None:
-        page = {"schema": SCHEMA, **asdict(provenance), "keys": {key: self.keys[key] for key in in_order(self.keys)}}
+        said = {name: value for name, value in asdict(provenance).items() if value or name not in OPTIONAL}
+        page = {"schema": SCHEMA, **said, "keys": {key: self.keys[key] for key in in_order(self.keys)}}
         (self.path / PAGE).write_text(json.dumps(page, indent=1, sort_keys=True) + "\n")
 
 

@@ -16,7 +16,7 @@ from bisect_tool.judge import Verdict, worst
 
 SCHEMA = "bisect-tool/report/1"
 STAGES = ("inputs", "config", "weights", "forward", "engine")
-FILE = "report.json"
+FILE, PARTIAL = "report.json", ".report.json.partial"
 # what an audit that was killed has done so far (crew.py)
 JOURNAL = "journal"
 EXIT = {Verdict.AGREES: 0, Verdict.DIFFERS: 1, Verdict.INCOMPARABLE: 125}
@@ -127,17 +127,18 @@ def prepare_out(out: Path) -> None:
     if not out.is_dir():
         raise UsageError(f"--out {out} is a file")
     held = {entry.name for entry in out.iterdir() if not entry.name.startswith(f"{JOURNAL}.")}
-    if held - {FILE, "report.txt", "traceback.txt"}:
+    if held - {FILE, PARTIAL, "report.txt", "traceback.txt"}:
         raise UsageError(f"--out {out} holds something else ({sorted(held)[0]})", hint="give an empty or new directory")
 
 
 def write(report: Report, out: Path) -> Path:
     """report.json, at once: half a report is none."""
     out.mkdir(parents=True, exist_ok=True)
-    partial = out / f".{FILE}.partial"
+    partial = out / PARTIAL
     partial.write_text(json.dumps(report.to_json(), indent=1, allow_nan=False) + "\n")
     partial.replace(out / FILE)
-    (out / "traceback.txt").unlink(missing_ok=True)
+    for file in (out / "traceback.txt", *out.glob(f"{JOURNAL}.*")):
+        file.unlink(missing_ok=True)
     return out / FILE
 
 

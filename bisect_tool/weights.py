@@ -370,15 +370,13 @@ def run_weights(
     journal = Journal(folder, inputs_of(sides), rank_of()[0])
     crew = Crew(partial(work_of, sides), journal, jobs, progress)
     found = []
-    finished = False
     try:
         pairs = ["reference-candidate"] if sides.candidate is not None else ["reference-export"]
         for between in [*pairs, *(["candidate-export"] if sides.candidate is not None and sides.export is not None else [])]:
             found.append((between, *Stage(sides, between, crew, group).run()))
-        finished = True
     finally:
         crew.close()
-        journal.close(finished=finished)
+        journal.close()
     return found
 
 

@@ -4,6 +4,7 @@
     "(s[sp] b) e"                          tokens flattened into one dim, sequence outermost
     "s b (q:64 k:64 v:192)[tp]"            one dim made of named sections, each cut over tp on its own
     "s b (g[tp] (q:128 gate:128 k:32))"    group-major packing: sections inside each of the groups g
+    "s[cp,sp] b h"                         sequence cut over cp in zigzag (zigzag.py), each rank's part over tp once more
 
 `b` is always cut over dp.  Whatever a layout does not cut is replicated, and replicas are compared with each other on the way.
 The canonical order is `b s ...` (or `e t ...` for probed experts) with everything after those two flattened into one dim, which
@@ -15,7 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -23,6 +24,7 @@ import torch
 
 from bisect_hooks.errors import BisectError, UsageError
 from bisect_hooks.parallel import Coordinates, Parallel
+from bisect_hooks.zigzag import unzigzag, zigzag
 
 LEADING = (("b", "s"), ("e", "t"))
 AXES = ("sp", "tp", "dp", "ep", "etp", "cp")
@@ -94,7 +96,7 @@ class Layout:
         """Whether the features are cut over `axis`, so that each coordinate holds one run of them in canonical order."""
         leaves = [leaf for item in self.items for leaf in _leaves(item)]
         names = {name for pair in LEADING for name in pair}
-        return any(leaf.axis == axis for leaf in leaves if isinstance(leaf, Sections) or leaf.name not in names)
+        return any(axis in _axes(leaf.axis) for leaf in leaves if isinstance(leaf, Sections) or leaf.name not in names)
 
     def split(self, local: torch.Tensor, sizes: Mapping[str, int], parallel: Parallel) -> list[Piece]:
         """One rank's tensor as pieces.  `sizes` gives the local sizes of dims that a flattened dim hides.
@@ -116,8 +118,8 @@ class Layout:
             start += length
         return found
 
-    def gather(self, shards: Shards, sizes: Mapping[str, int], parallel: Parallel) -> dict[str, Gathered]:
-        """Every rank's tensor put together in canonical order, by piece.
+    def gather(self, shards: Shards, sizes: Mapping[str, int], parallel: Parallel, segments: Sequence[int] = ()) -> dict[str, Gathered]:
+        """Every rank's tensor put together in canonical order, by piece.  `segments` are the lengths of packed sequences.
 
         Raises BisectError naming the axis and the ranks seen when a shard is missing.
         """
@@ -127,7 +129,7 @@ class Layout:
                 by_piece.setdefault(piece.name, []).append((coordinates, piece))
         if not by_piece:
             raise BisectError(f"nothing to gather for layout {self.text!r}")
-        return {name: self._join(found, parallel) for name, found in by_piece.items()}
+        return {name: self._join(found, parallel, segments) for name, found in by_piece.items()}
 
     def cut(
         self,
@@ -151,7 +153,9 @@ class Layout:
             for i, dim in enumerate(piece.dims):
                 if _ways(dim.axis, parallel) > 1:
                     length = piece.tensor.shape[i]
-                    whole = whole.narrow(i, _coordinate(dim.axis, coordinates) * length, length)
+                    if dim.name == "s" and "cp" in _axes(dim.axis):
+                        whole = zigzag(whole, i, (), parallel.cp)
+                    whole = whole.narrow(i, _coordinate(dim.axis, coordinates, parallel) * length, length)
             piece.tensor.copy_(whole)
         return result
 
@@ -172,13 +176,13 @@ class Layout:
             dims += leaves
         return dims, local.reshape(shape) if list(local.shape) != shape else local
 
-    def _join(self, found: list[tuple[Coordinates, Piece]], parallel: Parallel) -> Gathered:
+    def _join(self, found: list[tuple[Coordinates, Piece]], parallel: Parallel, segments: Sequence[int]) -> Gathered:
         dims = found[0][1].dims
         cut = [(i, dim.axis) for i, dim in enumerate(dims) if _ways(dim.axis, parallel) > 1]
         grid: dict[tuple[int, ...], torch.Tensor] = {}
         difference, replicas = 0.0, 0
         for coordinates, piece in found:
-            place = tuple(_coordinate(axis, coordinates) for _, axis in cut)
+            place = tuple(_coordinate(axis, coordinates, parallel) for _, axis in cut)
             if place in grid:
                 replicas += 1
                 difference = _worst(difference, grid[place], piece.tensor)
@@ -192,6 +196,9 @@ class Layout:
             outer = sorted({place[:at] for place in grid})
             ways = range(_ways(cut[at][1], parallel))
             grid = {place: torch.cat([grid[(*place, way)] for way in ways], dim=cut[at][0]) for place in outer}
+        for i, axis in cut:
+            if dims[i].name == "s" and "cp" in _axes(axis):
+                grid[()] = unzigzag(grid[()], i, segments, parallel.cp)
         whole = grid[()].permute(_canonical_order(dims))
         leading = next((len(names) for names in LEADING if names[0] in {dim.name for dim in dims}), 1)
         flat = [*whole.shape[:leading], -1] if whole.dim() > leading else [*whole.shape, 1]
@@ -201,7 +208,7 @@ class Layout:
 @cache
 def parse_layout(text: str) -> Layout:
     """Parses a layout once and refuses early.  Raises UsageError."""
-    tokens = re.findall(r"\(|\)(?:\[\w+\])?|\w+:\d+|\w+(?:\[\w+\])?|\S", text)
+    tokens = re.findall(r"\(|\)(?:\[[\w,]+\])?|\w+:\d+|\w+(?:\[[\w,]+\])?|\S", text)
     items, rest = _parse_items(tokens, text)
     if rest:
         raise UsageError(f"layout {text!r}: unexpected {rest[0]!r}")
@@ -225,7 +232,7 @@ def _parse_items(tokens: list[str], text: str) -> tuple[list[Item], list[str]]:
             item, tokens = _parse_group(tokens, text)
             items.append(item)
         else:
-            match = re.fullmatch(r"(\w+)(?:\[(\w+)\])?", token)
+            match = re.fullmatch(r"(\w+)(?:\[([\w,]+)\])?", token)
             if not match:
                 raise UsageError(f"layout {text!r}: unexpected {token!r}")
             axis = _axis(match[2], text)
@@ -259,9 +266,15 @@ def _parse_group(tokens: list[str], text: str) -> tuple[Item, list[str]]:
 
 
 def _axis(word: str | None, text: str) -> str | None:
-    if word is not None and word not in AXES:
-        raise UsageError(f"layout {text!r}: unknown axis {word!r}", hint=f"known: {', '.join(AXES)}")
+    for one in _axes(word):
+        if one not in AXES:
+            raise UsageError(f"layout {text!r}: unknown axis {one!r}", hint=f"known: {', '.join(AXES)}")
     return word
+
+
+def _axes(axis: str | None) -> list[str]:
+    """The axes that a dim is cut over, outermost first."""
+    return axis.split(",") if axis else []
 
 
 def _leaves(item: Item) -> Iterable[Dim | Sections]:
@@ -277,14 +290,15 @@ def _sections(items: Iterable[Item]) -> Sections | None:
 
 
 def _ways(axis: str | None, parallel: Parallel) -> int:
-    if axis == "sp":
-        return parallel.tp if parallel.sp else 1
-    return parallel.size(axis) if axis else 1
+    return math.prod((parallel.tp if parallel.sp else 1) if one == "sp" else parallel.size(one) for one in _axes(axis))
 
 
-def _coordinate(axis: str | None, coordinates: Coordinates) -> int:
-    assert axis is not None
-    return coordinates["tp" if axis == "sp" else axis]
+def _coordinate(axis: str | None, coordinates: Coordinates, parallel: Parallel) -> int:
+    at = 0
+    for one in _axes(axis):
+        ways = _ways(one, parallel)
+        at = at * ways + (coordinates["tp" if one == "sp" else one] if ways > 1 else 0)
+    return at
 
 
 def _divide(size: int, ways: int, what: str) -> int:

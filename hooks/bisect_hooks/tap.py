@@ -114,9 +114,11 @@ NO_GRAFT = Graft({}, Coordinates(0, 0, 0, 0, 0), {}, Parallel())
 
 @contextmanager
 def listening(
-    root: torch.nn.Module, taps: tuple[Tap, ...], graft: Graft = NO_GRAFT, *, where: str = "", record: bool = True
+    root: torch.nn.Module, taps: tuple[Tap, ...], graft: Graft = NO_GRAFT, *, where: str = "", record: bool = True, first: bool = False
 ) -> Iterator[Heard]:
     """Records every tap of `taps` while the block runs (nothing but grafts when `record` is False).
+
+    first  somebody else's process, which may run any number of forwards: keep what is heard first, and ask for nothing
 
     A grafted tap records what the model itself made, then hands on the graft.  Raises UsageError for a path that names nothing,
     BisectError when a tap did not fire exactly once; `where` (side and rank) goes into the message.
@@ -134,7 +136,7 @@ def listening(
         tensor = tap.transform(thing) if tap.transform else thing
         if not isinstance(tensor, torch.Tensor):
             raise BisectError(f"tap {tap.site}{where} heard {type(thing).__name__}, not a tensor, at {tap.path}")
-        if record:
+        if record and (fired[tap.id] == 1 or not first):
             heard.tensors.setdefault(tap.id, []).append(tensor.detach().clone())
         return graft.into(tap, tensor) if graft.wants(tap) else None
 
@@ -146,6 +148,8 @@ def listening(
                 _wrap_method(stack, root, tap, hear)
         _wrap_functions(stack, root, [tap for tap in taps if tap.at == "function"], hear)
         yield heard
+    if first:
+        return
     wrong = [f"{tap.site} at {tap.path} ({fired[tap.id]} times)" for tap in taps if fired[tap.id] != 1]
     if wrong:
         raise BisectError(

@@ -1,0 +1,272 @@
+"""Two free-running Recordings: where is a drift made, and where does it only show?
+
+No graft is possible, so a difference at a site holds all that came in from before it.  It is judged on tokens whose routing, and
+that of the tokens before them, agreed so far; and by growth: a drift is made where the difference leaves its allowance while all
+that the site is computed from is inside its own, or, behind another drift, where it grows BEHIND times more over a step than the
+reference's own noise does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+from bisect_hooks.errors import BisectError
+from bisect_hooks.shard_file import FUSED
+from bisect_hooks.site import Site, parse_site
+from bisect_hooks.tap import split_key
+
+from bisect_tool.flow import UPSTREAM, site_name, word
+from bisect_tool.forward import PROBED, Judged
+from bisect_tool.judge import Tolerance, Verdict, judge
+from bisect_tool.measure import measure
+from bisect_tool.recording import Recording, in_order
+from bisect_tool.reference import MARGIN, tolerance_of
+
+# structured drift is not noise and may grow faster: only far faster growth is a drift of its own
+BEHIND = MARGIN * MARGIN
+HELPERS = ("experts.fc1:rows", "experts.fc2:rows", "shared_expert_gate:logit", "tokens")
+MIXED = ("attention.out_proj", "linear_attention.out_proj")
+# edges that a graft cuts and a free run has; what ends in a dot lies in the layer before
+EDGES: dict[str, tuple[str, ...]] = UPSTREAM | {
+    "input": ("output.",),
+    "input_norm": ("input",),
+    "pre_mlp_norm": ("input", *MIXED),
+    "router.probs": ("router.logits",),
+    "router.topk": ("router.logits",),
+    "mlp.fc1": ("pre_mlp_norm",),
+    "mlp.fc2": ("mlp.fc1",),
+    "output": (*UPSTREAM["output"], "mlp.fc2", "input", *MIXED),
+    "final_norm": ("output.",),
+    "lm_head": ("final_norm",),
+}
+
+
+@dataclass(slots=True)
+class Free:
+    """What judging found.  `level` of a site is its difference in units of what is allowed; tokens count those still compared.
+
+    flips    tokens whose routing differs, by layer · garbage  rows that nobody wrote, by key
+    missing  expected and not compared · skipped  one side can't have it
+    """
+
+    judged: dict[str, Judged] = field(default_factory=dict)
+    level: dict[str, float] = field(default_factory=dict)
+    made: list[Site] = field(default_factory=list)
+    flips: dict[int, int] = field(default_factory=dict)
+    garbage: dict[str, torch.Tensor] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    alive: torch.Tensor = field(default_factory=lambda: torch.ones(0, dtype=torch.bool))
+
+    def shows_at(self, site: Site) -> str | None:
+        """The first site behind `site` that differs."""
+        return next((name for name in self._differing() if site < parse_site(name)), None)
+
+    def _differing(self) -> Iterator[str]:
+        yield from (name for name, level in self.level.items() if level > 1)
+
+    def worst_key(self, site: Site) -> Judged:
+        keys = [one for key, one in self.judged.items() if site_name(key) == str(site) and one.verdict is Verdict.DIFFERS]
+        return max(keys, key=lambda one: one.ratio)
+
+
+@dataclass(frozen=True)
+class FreeRun:
+    """Two Recordings of the same tokens; `index` says which of the candidate's answers each of the reference's."""
+
+    reference: Recording
+    candidate: Recording
+    index: torch.Tensor
+
+    def pair(self, key: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both sides' tensor, token by token.  Raises BisectError where the shapes can't be those of one site."""
+        reference, candidate = self.reference[key].float(), self.candidate[key].float()
+        if len(candidate) <= int(self.index.max()):
+            raise BisectError(f"the candidate has {len(candidate)} tokens at {key}, its rows have more")
+        candidate = candidate[self.index]
+        if key == "lm_head":
+            candidate = candidate[:, : reference.shape[1]]  # rows that only pad the vocabulary
+        return reference, candidate
+
+    @property
+    def layers(self) -> int:
+        return 1 + max((parse_site(split_key(key)[0]).layer or 0 for key in self.reference.keys if key.startswith("layers.")), default=0)
+
+    def tolerance(self, key: str) -> Tolerance:
+        """8 times the reference's own free-running noise; without it, or in a coarser dtype, half a unit in the last place a step."""
+        stored = tolerance_of(self.reference, key, free=True)
+        dtypes = [one.provenance.dtype for one in (self.reference, self.candidate)]
+        coarsest = max(dtypes, key=_eps)
+        if stored.relative_rms and coarsest == dtypes[0]:
+            return stored
+        site = parse_site(split_key(key)[0])
+        layers = site.layer or 0 if site.in_layer else self.layers if site.module in ("final_norm", "lm_head") else 0
+        steps = 1 + depth(word(site)) + depth("output") * layers
+        model = Tolerance(
+            MARGIN * _eps(coarsest) / 2 * math.sqrt(steps),
+            f"{MARGIN:.0f} x half a unit in the last place of {coarsest}, over {steps} steps",
+        )
+        return max(stored, model, key=lambda one: one.relative_rms)
+
+    def judge(self, on_key: Callable[[str], None] = lambda _key: None) -> Free:
+        """Every site that both sides have, in compute order."""
+        found = Free(alive=torch.ones(len(self.index), dtype=torch.bool))
+        routed: set[int] = set()
+        for key in self._expected(found):
+            site = parse_site(split_key(key)[0])
+            on_key(key)
+            if site.module == "router" and site.part != "logits" and site.layer is not None and site.layer not in routed:
+                routed.add(site.layer)
+                self._route(site.layer, found)
+            if word(site) != "router.topk":
+                found.judged[key] = self._judge(key, found)
+        for key, one in found.judged.items():
+            name = site_name(key)
+            level = math.inf if one.verdict is Verdict.DIFFERS and one.difference and one.difference.nonfinite else one.ratio
+            found.level[name] = max(found.level.get(name, 0.0), level)
+            if one.verdict is Verdict.INCOMPARABLE:
+                found.missing[key] = one.why or "not finite on either side"
+        found.level = {str(site): found.level[str(site)] for site in sorted(map(parse_site, found.level))}
+        found.made = self._made(found)
+        return found
+
+    def _expected(self, found: Free) -> list[str]:
+        """Keys that both sides have; what one lacks goes to `missing` or `skipped`."""
+        reference, candidate = set(self.reference.keys), set(self.candidate.keys)
+        imported = bool(self.reference.provenance.imported or self.candidate.provenance.imported)
+        held = {_kind(key) for key in candidate}
+        absent = dict(self.candidate.provenance.absent)
+        for key in reference - candidate:
+            if key.endswith(HELPERS):
+                continue
+            why = next((why for name, why in absent.items() if name in (key, split_key(key)[0])), "")
+            if word(parse_site(split_key(key)[0])) in PROBED:
+                found.skipped["experts, one by one"] = (
+                    "they are probed on the same rows, which two recordings can't be; their sum is compared"
+                )
+            elif why == FUSED or key.endswith(".input"):
+                found.skipped[_kind(key)] = why or "the output of the layer before it"
+            elif imported and not why and _kind(key) not in held:
+                found.skipped[_kind(key)] = "the imported dump has no such site in any layer"
+            else:
+                found.missing[key] = why or "the candidate's recording has no such site"
+        found.missing |= {name: why for name, why in absent.items() if name.startswith("rank ")}
+        for key in candidate - reference:
+            if not key.endswith(HELPERS):
+                found.skipped.setdefault(_kind(key), "the reference's recording has no such site")
+        return [key for key in in_order(reference & candidate) if not key.endswith(HELPERS)]
+
+    def _judge(self, key: str, found: Free) -> Judged:
+        tolerance = self.tolerance(key)
+        try:
+            reference, candidate = self.pair(key)
+            rows = unwritten(candidate) & ~unwritten(reference)
+            if bool(rows.any()):
+                found.garbage[key] = rows
+            if not bool(found.alive.any()):
+                return Judged(key, Verdict.INCOMPARABLE, None, tolerance, "no token's routing agreed so far")
+            difference = measure(reference[found.alive], candidate[found.alive])
+        except BisectError as error:
+            return Judged(key, Verdict.INCOMPARABLE, None, tolerance, error.message)
+        return Judged(key, judge(difference, tolerance), difference, tolerance)
+
+    def _route(self, layer: int, found: Free) -> None:
+        """Judges the choice by the candidate's own logits, and drops tokens behind a choice that differs."""
+        key, logits = f"layers.{layer}.router.topk", f"layers.{layer}.router.logits"
+        if key not in self.reference or key not in self.candidate:
+            return
+        reference, candidate = self.pair(key)
+        if logits in self.reference and logits in self.candidate and bool(follows(reference, self.pair(logits)[0]).all()):
+            broken = found.alive & ~follows(candidate, self.pair(logits)[1])
+            verdict = Verdict.DIFFERS if bool(broken.any()) else Verdict.AGREES
+            shown = measure(reference[broken], candidate[broken]) if bool(broken.any()) else None
+            found.judged[key] = Judged(
+                key, verdict, shown, Tolerance(0.0, "exact: the choice has to follow from the candidate's own logits")
+            )
+        flipped = (reference != candidate).any(-1)
+        found.flips[layer] = int((flipped & found.alive).sum())
+        kept, start = found.alive.clone(), 0
+        for row in self.reference.provenance.rows:
+            here = flipped[start : start + len(row)].cummax(0).values if len(row) else flipped[:0]
+            kept[start : start + len(row)] &= ~here
+            start += len(row)
+        found.alive = kept
+
+    def _made(self, found: Free) -> list[Site]:
+        made = []
+        for name, level in found.level.items():
+            site = parse_site(name)
+            if level <= 1:
+                continue
+            sources = self.sources(site, found)
+            if level == math.inf and any(site_name(key) in sources for key in found.garbage):
+                continue  # NaN comes in from tokens that are compared no longer
+            before = max((found.level[one] for one in sources), default=0.0)
+            if before <= 1 or (level > BEHIND * before and before < math.inf):
+                made.append(site)
+        packed = {site.layer for site in made if word(site) == "attention.qkv"}
+        return [site for site in made if site.module != "attention_gate" or site.layer not in packed]
+
+    def sources(self, site: Site, found: Free) -> set[str]:
+        """The nearest compared sites that this one is computed from."""
+        sources, seen, todo = set(), {str(site)}, [site]
+        while todo:
+            for one in self._before(todo.pop()):
+                if str(one) in seen:
+                    continue
+                seen.add(str(one))
+                if str(one) in found.level:
+                    sources.add(str(one))
+                else:
+                    todo.append(one)
+        return sources
+
+    def near(self, site: Site, found: Free) -> bool:
+        """Whether all that the site is computed from was compared, and not only what lies further back."""
+        mixers = {f"layers.{site.layer}.{one}" for one in MIXED}
+        names = {str(one) for one in self._before(site)}
+        return bool(names & mixers) <= bool(names & mixers & set(found.level)) and names - mixers <= set(found.level)
+
+    def _before(self, site: Site) -> list[Site]:
+        found = []
+        for one in EDGES.get(word(site), ()):
+            layer = site.layer
+            if one.endswith("."):
+                layer = self.layers - 1 if site.layer is None else site.layer - 1
+            found.append(parse_site("embedding" if layer == -1 else one if layer is None else f"layers.{layer}.{one.rstrip('.')}"))
+        return found
+
+
+def follows(chosen: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """Rows whose chosen experts have the largest logits: no threshold for a discrete choice.  Equal logits may go either way."""
+    picked = chosen.bool()
+    least = logits.masked_fill(~picked, math.inf).amin(-1)
+    most = logits.masked_fill(picked, -math.inf).amax(-1)
+    return least >= most - 2 * torch.finfo(torch.float32).eps * most.abs()
+
+
+def unwritten(tensor: torch.Tensor) -> torch.Tensor:
+    """Rows that look as if nobody wrote them: not finite, or one value throughout."""
+    flat = tensor.reshape(len(tensor), -1)
+    constant = (flat == flat[:, :1]).all(-1) if flat.shape[1] > 2 else torch.zeros(len(flat), dtype=torch.bool)
+    return constant | ~flat.isfinite().all(-1)
+
+
+@cache
+def depth(name: str) -> int:
+    """Steps from a layer's input to a site of it."""
+    return max((1 + depth(one) for one in EDGES.get(name, ()) if not one.endswith(".")), default=0)
+
+
+def _kind(key: str) -> str:
+    """A key without its layer."""
+    return ".".join(key.split(".")[2:]) if key.startswith("layers.") else key
+
+
+def _eps(dtype: str) -> float:
+    found = getattr(torch, dtype, None)
+    return torch.finfo(found).eps if isinstance(found, torch.dtype) and found.is_floating_point else torch.finfo(torch.float32).eps

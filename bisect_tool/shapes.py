@@ -1,0 +1,161 @@
+"""The shape of an error over tokens, where that is the clue: which tokens are wrong says what was computed over the wrong ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from bisect_tool.cuts import TokenCut
+from bisect_tool.faults import span
+
+# of what is said to be confined to a segment's first tokens, at most this part of the segment may be wrong
+SHORT = 0.25
+# a rank correlation of error and position from which an error is said to grow
+GROWS = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """kind is one of: everywhere, scattered, segments, start, from-token, grows, chunks, cp-ranks, chunk-ends, permuted.
+
+    weights_are_right  tokens computed with the same weights in the same way are right, so no weight is at fault
+    """
+
+    kind: str
+    text: str
+    detail: dict[str, Any] = field(default_factory=dict)
+    weights_are_right: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": self.kind, "text": self.text, **self.detail}
+
+
+def token_errors(reference: torch.Tensor, candidate: torch.Tensor) -> torch.Tensor:
+    """Each token's difference [tokens f] in units of the typical token's size; infinite where one side alone is not finite."""
+    r, c = (tensor.double().reshape(len(tensor), -1) for tensor in (reference, candidate))
+    size = r.nan_to_num(0, 0, 0).square().sum(-1).mean().sqrt()
+    off = (c - r).nan_to_num(0, 0, 0).square().sum(-1).sqrt()
+    errors = torch.where(off == 0, off, off / size)
+    return errors.masked_fill((r.isfinite() != c.isfinite()).any(-1), math.inf)
+
+
+def shape_of(errors: torch.Tensor, allowed: float, lengths: Sequence[int], cut: TokenCut | None = None) -> Shape:
+    """What the tokens that are wrong (further off than `allowed`) have in common.  `lengths` are those of the segments."""
+    wrong = errors > allowed
+    by_segment = wrong.split(list(lengths))
+    bad = [i for i, one in enumerate(by_segment) if bool(one.any())]
+    if not bad:
+        return Shape("scattered", "no token by itself is off by more than is allowed")
+    ranks = _by_rank(wrong, by_segment, cut)
+    if ranks is not None:
+        return ranks
+    inside = _inside(errors.masked_fill(~wrong, 0), bad, wrong, lengths)
+    # a segment that ends before the first wrong position of the others could not show it
+    first = min(int(by_segment[i].nonzero()[0]) for i in bad)
+    clean = [i for i, length in enumerate(lengths) if i not in bad and length > first]
+    after = bool(clean) and min(bad) > max(clean)
+    return _of_segments(bad, inside) if clean and (after or inside.kind == "everywhere") else inside
+
+
+def permutation_of(reference: torch.Tensor, candidate: torch.Tensor, wrong: torch.Tensor, allowed: float) -> list[int] | None:
+    """Where every token is right but stands elsewhere: the token that each one holds.  None where that is not so.
+
+    Tokens that say the same are interchangeable; the first one that is free is taken.
+    """
+    tokens = wrong.nonzero().flatten().tolist()
+    if len(tokens) < 2 or len(tokens) > MOST_PERMUTED:
+        return None
+    r, c = reference.double()[tokens], candidate.double()[tokens]
+    distance = torch.cdist(c, r)
+    near = distance <= allowed * reference.double().square().sum(-1).mean().sqrt()
+    free = torch.ones(len(tokens), dtype=torch.bool)
+    held = list(range(len(wrong)))
+    for i, token in enumerate(tokens):
+        found = (near[i] & free).nonzero().flatten()
+        if not len(found):
+            return None
+        free[found[0]] = False
+        held[token] = tokens[int(found[0])]
+    return held
+
+
+MOST_PERMUTED = 4096
+
+
+def _of_segments(bad: Sequence[int], inside: Shape) -> Shape:
+    what = f"only in segment{'s' if len(bad) > 1 else ''} {span(list(bad))}"
+    more = "" if inside.kind in ("everywhere", "scattered") else f", there {inside.text}"
+    fades = f", {inside.detail['fades']}" if "fades" in inside.detail else ""
+    return Shape("segments", what + more + fades, {"segments": list(bad), "inside": inside.to_json()}, weights_are_right=True)
+
+
+def _inside(errors: torch.Tensor, bad: Sequence[int], wrong: torch.Tensor, lengths: Sequence[int]) -> Shape:
+    """The shape within segments, which is the same in each of them; one of a single token has none."""
+    bad = [i for i in bad if lengths[i] > 1] or bad
+    parts = {i: one for i, one in enumerate(wrong.split(list(lengths))) if i in bad}
+    sizes = {i: one for i, one in enumerate(errors.split(list(lengths))) if i in bad}
+    firsts = {int(one.nonzero()[0]) for one in parts.values()}
+    lasts = {i: int(one.nonzero()[-1]) for i, one in parts.items()}
+    reach = max(lasts.values()) + 1
+    clean = [length for i, length in enumerate(lengths) if i not in bad]
+    start = min(firsts)
+    if all(reach <= SHORT * lengths[i] for i in bad):
+        text = f"only in the first {reach} token{'s' if reach > 1 else ''} of a segment" if reach > 1 else "only in the first token"
+        return Shape("start", text, {"tokens": reach}, weights_are_right=True)
+    if start > 1 and len(firsts) == 1 and all(length <= start for length in clean):
+        return Shape("from-token", f"starts at token {start}", {"token": start}, weights_are_right=True)
+    growth = min(_growth(one) for one in sizes.values())
+    if (start == 1 and growth > 0) or growth > GROWS:
+        zero = ", zero at position 0" if start >= 1 else ""
+        return Shape("grows", f"grows with position{zero}", {"from": start})
+    share = sum(int(one.sum()) for one in parts.values()) / sum(len(one) for one in parts.values())
+    detail: dict[str, Any] = {"tokens": int(wrong.sum()), "of": len(wrong)}
+    if growth < -GROWS:
+        detail["fades"] = "strongest at their start and fading"
+    if share > 0.9:
+        return Shape("everywhere", "on nearly every token", detail)
+    return Shape("scattered", f"on {int(wrong.sum())} of {len(wrong)} tokens", detail)
+
+
+def _growth(errors: torch.Tensor) -> float:
+    """The rank correlation of error and position, 0 for too few tokens to tell."""
+    if len(errors) < 8:
+        return 0.0
+    _, which, count = errors.unique(return_inverse=True, return_counts=True)
+    if len(count) == 1:
+        return 0.0
+    ranks = (count.cumsum(0) - (count + 1) / 2)[which].double()  # equal errors share a rank
+    places = torch.arange(len(errors), dtype=torch.float64)
+    return float(torch.corrcoef(torch.stack([ranks, places]))[0, 1])
+
+
+def _by_rank(wrong: torch.Tensor, by_segment: Sequence[torch.Tensor], cut: TokenCut | None) -> Shape | None:
+    """What only the cut over ranks explains: whole chunks of context parallel, one rank's tokens, the ends of chunks."""
+    if cut is None or bool(wrong.all()):
+        return None
+    tokens = wrong.nonzero().flatten()
+    if bool(cut.edge[tokens].all()) and not bool(cut.edge.all()) and len(tokens) > 1:
+        return Shape("chunk-ends", "only at the ends of TP chunks", {"tokens": len(tokens)}, weights_are_right=True)
+    ranks, every = sorted(set(cut.cp[tokens].tolist())), sorted(set(cut.cp.tolist()))
+    if ranks != every:
+        return Shape("cp-ranks", f"only on tokens of CP rank {span(ranks)}", {"cp": ranks}, weights_are_right=True)
+    chunks = int(cut.chunk.max()) + 1
+    bad, found = [], set()
+    for i, (one, chunk) in enumerate(zip(by_segment, cut.chunk.split([len(one) for one in by_segment]), strict=True)):
+        if not bool(one.any()) or len(one) < chunks:
+            continue
+        bad.append(i)
+        held = {int(c) for c in chunk[one]}
+        whole = {c for c in held if int(one[chunk == c].sum()) >= 0.9 * int((chunk == c).sum())}
+        if held != whole or held == set(range(chunks)):
+            return None
+        found |= held
+    if not bad or len(every) == 1:
+        return None
+    where = f" of segment{'s' if len(bad) > 1 else ''} {span(bad)}" if len(by_segment) > 1 else ""
+    text = f"in chunks {span(sorted(found))} of the {chunks} that CP cuts{where or ' the sequence'}, and in no other"
+    return Shape("chunks", text, {"chunks": sorted(found), "of": chunks, "segments": bad}, weights_are_right=True)

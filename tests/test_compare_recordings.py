@@ -1,0 +1,217 @@
+"""The rows of the catalogue that megatron-core can't run on a CPU, as recordings.
+
+The candidate is computed by written-out formulas with the row's error in it, segment by segment or as each rank would have, cut
+into ranks' files, put together and judged by the code that ships.  Nothing here was run by megatron-core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bisect_hooks.family import family_of
+from bisect_hooks.parallel import Parallel
+from bisect_hooks.zigzag import zigzag_order
+from rank_files import megatron, write_ranks
+from written import Errors, Written
+
+from bisect_tool import golden
+from bisect_tool.checkpoint import open_checkpoint
+from bisect_tool.comparing import compare
+from bisect_tool.hf_directory import open_hf
+from bisect_tool.prompts import Batch
+from bisect_tool.recording import Recording
+from bisect_tool.reference import recorded_reference
+
+LENGTHS = (16, 64, 24)
+ROWS = tuple(tuple(torch.randint(3, 500, (n,), generator=torch.Generator().manual_seed(n)).tolist()) for n in LENGTHS)
+TOKENS = sum(LENGTHS)
+CP2 = Parallel(cp=2)
+GOLDEN = Recording(golden.folder() / "recording")
+
+
+@pytest.fixture(scope="module")
+def written() -> Written:
+    return Written(golden.reference())
+
+
+@pytest.fixture(scope="module")
+def reference() -> Path:
+    """transformers on the same rows, with its own noise."""
+    directory = open_hf(golden.reference())
+    layout = open_checkpoint(golden.candidate()).layout
+    return recorded_reference(directory, family_of(directory.config), layout, torch.float32, "cpu", Batch(ROWS)).recording.path
+
+
+def judged(reference: Path, candidate: Path) -> dict[str, Any]:
+    return compare(reference, candidate).to_json()
+
+
+def only_fault(page: dict[str, Any]) -> dict[str, Any]:
+    assert page["verdict"] == "differs"
+    assert len(page["faults"]) == 1
+    return dict(page["first"])
+
+
+def place(fault: dict[str, Any]) -> tuple[Any, ...]:
+    return fault["class"], fault["layer"], fault["module"], fault["part"]
+
+
+@pytest.mark.parametrize("parallel", [Parallel(), Parallel(tp=2), Parallel(tp=2, sp=True), CP2, Parallel(tp=2, cp=2, sp=True)], ids=str)
+@pytest.mark.parametrize("rows", [ROWS, GOLDEN.provenance.rows], ids=["even", "padded"])
+def test_a_recording_without_an_error_agrees_in_every_layout(
+    rows: Sequence[Sequence[int]], parallel: Parallel, reference: Path, written: Written, tmp_path: Path
+) -> None:
+    found = judged(reference if rows is ROWS else GOLDEN.path, write_ranks(tmp_path / "ranks", written.run(rows), rows, parallel))
+    assert (found["verdict"], found["faults"]) == ("agrees", [])
+    assert found["stages"][3]["compared"] == {"sites": 147, "tensors": 205, "tokens": sum(map(len, rows)), "ranks": parallel.world}
+
+
+@pytest.mark.parametrize(
+    ("errors", "part", "inside"),
+    [
+        pytest.param(Errors(state=[TOKENS]), "core", None, id="G03-recording-the-kernel-does-not-know"),
+        pytest.param(Errors(conv=[TOKENS]), "conv1d", "only in the first 3 tokens of a segment", id="G03-recording-the-convolution-does-not-know"),
+        pytest.param(Errors(conv=[TOKENS], state=[TOKENS]), "conv1d", "only in the first 3 tokens of a segment", id="G03-recording-neither-knows"),
+    ],
+)  # fmt: skip
+def test_a_recording_whose_mixer_does_not_know_the_segments(
+    errors: Errors, part: str, inside: str | None, reference: Path, written: Written, tmp_path: Path
+) -> None:
+    fault = only_fault(judged(reference, write_ranks(tmp_path / "ranks", written.run(ROWS, errors), ROWS, Parallel())))
+    assert place(fault) == ("model-definition", 0, "linear_attention", part)
+    assert (fault["shape"]["kind"], fault["shape"]["segments"]) == ("segments", [1, 2])
+    assert "only in segments 1 and 2" in fault["explanation"]
+    if inside:
+        assert fault["shape"]["inside"]["text"] == inside
+    else:
+        assert "strongest at their start and fading" in fault["explanation"]
+
+
+def test_a_recording_without_sequence_indices_says_so_g07(reference: Path, written: Written, tmp_path: Path) -> None:
+    said = written.run(ROWS, Errors(conv=[TOKENS], state=[TOKENS]))
+    ranks = write_ranks(tmp_path / "ranks", said, ROWS, Parallel(), packed={"seq_idx": None, "total_tokens": None})
+    fault = only_fault(judged(reference, ranks))
+    assert place(fault) == ("model-definition", 0, "linear_attention", "conv1d")
+    assert "The packed batch says nothing of seq_idx and total_tokens." in fault["explanation"]
+
+
+def test_a_recording_with_parameters_of_another_cp_size_g08(reference: Path, written: Written, tmp_path: Path) -> None:
+    """Megatron's GatedDeltaNet cuts heads over CP; with the sizes of CP 1 every rank takes the first heads' parameters."""
+
+    def first_heads(name: str, weight: torch.Tensor) -> torch.Tensor:
+        return weight[: len(weight) // 2].repeat(2) if name.endswith(("A_log", "dt_bias")) else weight
+
+    def heads_over_cp(key: str) -> str:
+        return "s b f[cp]" if ".linear_attention." in key and not key.endswith("out_proj") else megatron(key)
+
+    said = written.run(ROWS, Errors(weight=first_heads))
+    fault = only_fault(judged(reference, write_ranks(tmp_path / "ranks", said, ROWS, CP2, layout_of=heads_over_cp)))
+    assert place(fault)[:3] == ("parallel", 0, "linear_attention")
+    assert fault["site"] == "layers.0.linear_attention.decay"
+    assert fault["shard"]["cp"] == [1]
+
+
+def test_a_recording_whose_sequence_is_reassembled_in_the_wrong_order_g09(reference: Path, written: Written, tmp_path: Path) -> None:
+    """The zigzag is not undone: rank 0's two chunks stand one behind the other, then rank 1's."""
+    order = zigzag_order(TOKENS, LENGTHS, 2)
+    fault = only_fault(judged(reference, write_ranks(tmp_path / "ranks", written.run(ROWS, Errors(order=order)), ROWS, CP2)))
+    assert place(fault)[:3] == ("parallel", 0, "linear_attention")
+    assert fault["site"] == "layers.0.linear_attention.in_proj"
+    ids = torch.tensor(sum(ROWS, ()))  # in layer 0, tokens of one id can't be told apart
+    assert fault["relation"]["kind"] == "permutation"
+    assert ids[fault["relation"]["detail"]["map"]].tolist() == ids[order].tolist()
+    assert fault["shard"]["cp"] == [0, 1]
+
+
+def test_a_recording_whose_positions_go_on_over_segments_p04(reference: Path, written: Written, tmp_path: Path) -> None:
+    said = written.run(ROWS, Errors(positions=torch.arange(TOKENS)))
+    fault = only_fault(judged(reference, write_ranks(tmp_path / "ranks", said, ROWS, Parallel())))
+    assert place(fault) == ("model-definition", 3, "attention", "rope")
+    assert fault["layers"] == [3, 7]
+    assert (fault["shape"]["kind"], fault["shape"]["segments"]) == ("segments", [1, 2])
+
+
+def test_a_recording_that_holds_its_wrong_positions_is_not_compared_further_p04(reference: Path, written: Written, tmp_path: Path) -> None:
+    said = written.run(ROWS, Errors(positions=torch.arange(TOKENS)))
+    page = judged(reference, write_ranks(tmp_path / "ranks", said, ROWS, Parallel(), positions=list(range(TOKENS))))
+    fault = only_fault(page)
+    assert place(fault) == ("capture", None, "tokens", None)
+    assert "the whole row is off by +16: they go on over the packed sequence" in fault["explanation"]
+    assert page["stages"][3]["verdict"] is None
+
+
+def test_a_recording_whose_ranks_take_the_first_segments_frequencies_p05(reference: Path, written: Written, tmp_path: Path) -> None:
+    """CP 2: each rank picks the rotary frequencies of its chunks by the chunk size of segment 0."""
+    positions = torch.cat([torch.arange(n // 4) + c * (LENGTHS[0] // 4) for n in LENGTHS for c in range(4)])
+    fault = only_fault(judged(reference, write_ranks(tmp_path / "ranks", written.run(ROWS, Errors(positions=positions)), ROWS, CP2)))
+    assert place(fault) == ("parallel", 3, "attention", "rope")
+    assert fault["shard"]["cp"] == [0, 1]
+    assert (fault["shape"]["kind"], fault["shape"]["chunks"], fault["shape"]["segments"]) == ("chunks", [1, 2, 3], [1, 2])
+
+
+def test_a_recording_cut_over_sp_before_cp_d06(reference: Path, written: Written, tmp_path: Path) -> None:
+    parallel = Parallel(tp=2, cp=2, sp=True)
+    right = zigzag_order(TOKENS, LENGTHS, 2)
+    halves = [half[zigzag_order(len(half), (), 2)].chunk(2) for half in torch.arange(TOKENS).chunk(2)]
+    wrong = torch.cat([halves[tp][cp] for cp in range(2) for tp in range(2)])
+    held = torch.empty_like(right).scatter(0, right, wrong)
+
+    def scattered(key: str, value: torch.Tensor) -> torch.Tensor:
+        return value[held] if key == "embedding" else value
+
+    fault = only_fault(judged(reference, write_ranks(tmp_path / "ranks", written.run(ROWS, Errors(finish=scattered)), ROWS, parallel)))
+    assert place(fault) == ("parallel", None, "embedding", None)
+    assert fault["relation"]["kind"] == "permutation"
+    assert (fault["shard"]["tp"], fault["shard"]["cp"]) == ([0, 1], [0, 1])
+
+
+@pytest.mark.parametrize("value", [float("nan"), 0.0])
+def test_a_recording_with_rows_that_nobody_wrote_d08(value: float, reference: Path, written: Written, tmp_path: Path) -> None:
+    """The prefix cache answered for the first tokens of row 1: their logits were never computed."""
+
+    def unwritten(key: str, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.index_fill(0, torch.arange(16, 48), value) if key == "lm_head" else tensor
+
+    fault = only_fault(judged(reference, write_ranks(tmp_path / "ranks", written.run(ROWS, Errors(finish=unwritten)), ROWS, Parallel())))
+    assert place(fault) == ("capture", None, "lm_head", None)
+    assert fault["shape"]["text"] == "row 1, positions 0 to 31"
+
+
+def test_a_recording_whose_replicas_disagree_is_not_compared(reference: Path, written: Written, tmp_path: Path) -> None:
+    def one_rank_apart(rank: int, tensors: dict[str, torch.Tensor]) -> None:
+        if rank == 1:
+            tensors["layers.2.router.logits"] *= 1.01
+
+    ranks = write_ranks(tmp_path / "ranks", written.run(ROWS), ROWS, Parallel(tp=2), change=one_rank_apart)
+    fault = only_fault(judged(reference, ranks))
+    assert place(fault) == ("capture", 2, "router", "logits")
+
+
+def test_a_rope_base_of_another_model_grows_with_position_p01(reference: Path, written: Written, tmp_path: Path) -> None:
+    fault = only_fault(judged(reference, write_ranks(tmp_path / "ranks", written.run(ROWS, Errors(base=1e4)), ROWS, Parallel())))
+    assert place(fault) == ("model-definition", 3, "attention", "rope")
+    assert fault["shape"]["text"] == "grows with position, zero at position 0"
+
+
+def test_nan_is_made_in_one_place_and_only_shows_behind_it(reference: Path, written: Written, tmp_path: Path) -> None:
+    def nan(key: str, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.index_fill(0, torch.tensor([30]), float("nan")) if key == "layers.2.pre_mlp_norm" else tensor
+
+    fault = only_fault(judged(reference, write_ranks(tmp_path / "ranks", written.run(ROWS, Errors(finish=nan)), ROWS, Parallel())))
+    assert (fault["class"], fault["site"], fault["shows_at"]) == ("model-definition", "layers.2.pre_mlp_norm", "layers.2.router.logits")
+    assert fault["difference"]["nonfinite"] == 96
+
+
+def test_a_wrong_weight_keeps_its_class_open_and_names_the_run_that_decides(reference: Path, written: Written, tmp_path: Path) -> None:
+    def scaled(name: str, weight: torch.Tensor) -> torch.Tensor:
+        return weight * 1.02 if "layers.5.linear_attn.out_proj" in name else weight
+
+    ranks = write_ranks(tmp_path / "ranks", written.run(ROWS, Errors(weight=scaled)), ROWS, Parallel(tp=2))
+    fault = only_fault(judged(reference, ranks))
+    assert place(fault) == (None, 5, "linear_attention", "out_proj")
+    assert fault["class_candidates"] == ["conversion", "model-definition", "parallel"]
+    assert "--tp 2" in fault["next"]
