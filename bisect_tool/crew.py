@@ -46,7 +46,7 @@ class Journal:
         for file in sorted(folder.glob(f"{JOURNAL}.*")):
             if not self._read(file, header) and file == own:  # another rank's is that rank's to drop
                 file.unlink()
-        new = not own.exists()
+        new = not own.exists() or not own.stat().st_size
         self.file = own.open("a")
         if new:
             self._line({"inputs": header})
@@ -55,7 +55,11 @@ class Journal:
 
     def _read(self, file: Path, header: str) -> bool:
         found: dict[str, Any] = {}
-        for i, line in enumerate(file.read_text(errors="replace").splitlines()):
+        try:
+            lines = file.read_text(errors="replace").splitlines()
+        except FileNotFoundError:  # another rank has just dropped it
+            return True
+        for i, line in enumerate(lines):
             try:
                 page = json.loads(line)
             except ValueError:
