@@ -49,7 +49,7 @@ def run_forward(job: Job, result: StageResult, answers: list[dict[str, str]]) ->
     findings |= replicas(bench, located)
     _conclude(job, result, bench, located, findings, free)
     if result.faults:
-        answers += compare_answers(job, run, recorded.reference)
+        answers += [one for one in compare_answers(job, run, recorded.reference) if one["reference"] != one["candidate"]]
 
 
 def _conclude(job: Job, result: StageResult, bench: Bench, located: Located, findings: dict[Site, Finding], free: Said) -> None:
@@ -124,9 +124,11 @@ def _pass_line(number: int, located: Located) -> str:
     return f"grafted run {number}: {len(differing)} of {total} sites differ{cured}{shown}"
 
 
-def compare_answers(job: Job, run: CandidateRun, reference: Reference) -> list[dict[str, str]]:
-    """Greedy answers of both sides to the shortest prompts, where they differ."""
-    rows = [list(row) for row in sorted(job.batch.rows, key=lambda row: (len(row) < 2, len(row)))[:ANSWERS]]
+def compare_answers(
+    job: Job, run: CandidateRun, reference: Reference, count: int = ANSWERS, limit: int = ANSWER_TOKENS
+) -> list[dict[str, str]]:
+    """Greedy answers of both sides to the `count` shortest prompts, of at most `limit` tokens."""
+    rows = [list(row) for row in sorted(job.batch.rows, key=lambda row: (len(row) < 2, len(row)))[:count]]
     try:
         tokenizer: Tokenizer | None = Tokenizer(job.reference.path)
     except UsageError:
@@ -138,14 +140,12 @@ def compare_answers(job: Job, run: CandidateRun, reference: Reference) -> list[d
         logits = reference.forward(batch.ids(), batch.mask())
         return torch.stack([logits[i, n - 1] for i, n in enumerate(batch.lengths)])
 
-    said = answers_of(reference_logits, rows, end=end, limit=ANSWER_TOKENS)
-    again = answers_of(lambda ids: run.logits(ids)[:, : job.dims.vocabulary], rows, end=end, limit=ANSWER_TOKENS)
+    said = answers_of(reference_logits, rows, end=end, limit=limit)
+    again = answers_of(lambda ids: run.logits(ids)[:, : job.dims.vocabulary], rows, end=end, limit=limit)
 
     def text(ids: list[int]) -> str:
         return tokenizer.text(ids) if tokenizer else " ".join(map(str, ids))
 
     return [
-        {"prompt": text(row), "reference": text(one), "candidate": text(other)}
-        for row, one, other in zip(rows, said, again, strict=True)
-        if one != other
+        {"prompt": text(row), "reference": text(one), "candidate": text(other)} for row, one, other in zip(rows, said, again, strict=True)
     ]

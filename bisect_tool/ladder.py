@@ -201,7 +201,7 @@ def timed(result: StageResult) -> Iterator[None]:
 def inputs_stage(job: Job, result: StageResult, _answers: list[dict[str, str]]) -> None:
     """Are both sides given the same token ids?  Every data parallel rank's slice is put together again and compared."""
     run, batch = job.candidate_run(), job.batch
-    fed = run.batch.ids(run.rows, run.length)
+    fed = run.fed(batch)
     unequal = [i for i, row in enumerate(batch.rows) if fed[i, : len(row)].tolist() != list(row)]
     if job.dims.vocabulary > run.dims.vocabulary:
         raise UsageError(f"the candidate's vocabulary has {run.dims.vocabulary} rows, the reference's {job.dims.vocabulary}")

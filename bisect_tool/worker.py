@@ -83,8 +83,11 @@ class Rank:
 
         return mcore.fill(self.here, tensor, PADDED)
 
-    def record(self, rows: Batch, ids: torch.Tensor, graft: tuple[Path, list[str]] | None, out: Path) -> None:
-        """One forward of the whole batch `ids` [b s]; what this rank heard goes to `out`/rank<r>.safetensors by tap id."""
+    def record(self, rows: Batch, start: int, ids: torch.Tensor, graft: tuple[Path, list[str]] | None, out: Path) -> None:
+        """One forward of `ids` [b s]; what this rank heard goes to `out`/rank<r>.safetensors by tap id.
+
+        Values of a Recording are grafted in; the first token of `rows` is its token number `start`.
+        """
         candidate, parallel = self.here, self.here.parallel
         batch = ids.shape[0] // parallel.dp
         local = ids[candidate.at.dp * batch : (candidate.at.dp + 1) * batch]
@@ -93,7 +96,8 @@ class Rank:
         if graft is not None:
             recording = Recording(graft[0])
             here = {key for tap in candidate.taps for key in tap.keys}
-            values = {key: rows.unpack(recording[key], *ids.shape) for key in graft[1] if key in here}
+            own = slice(start, start + rows.tokens)
+            values = {key: rows.unpack(recording[key][own], *ids.shape) for key in graft[1] if key in here}
         with drive.listening_to_experts(candidate) as dispatched:
             heard = drive.record(candidate, local, candidate.taps, Graft(values, candidate.at, sizes, parallel))
         tensors = {tap.id: heard.one(tap) for tap in candidate.taps}
