@@ -18,6 +18,7 @@ from bisect_hooks.family import CheckpointLayout, Dimensions, Family, check_size
 from bisect_hooks.layout import Gathered
 from bisect_hooks.parallel import Coordinates, Parallel
 from bisect_hooks.site import Site
+from bisect_hooks.spec import Spec
 from bisect_hooks.tap import Tap
 from safetensors import safe_open
 
@@ -35,6 +36,7 @@ class Built:
     parallel: Parallel
     dtype: torch.dtype
     mtp: bool = False
+    spec: Spec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,10 @@ class Said:
 
 @dataclass(slots=True)
 class CandidateRun:
-    """A candidate under one layout.  Cheap to make again: ranks of the same number are found alive."""
+    """A candidate under one layout.  Cheap to make again: ranks of the same number are found alive.
+
+    Of a build by the user's spec: keys that it has no place for, sites that it fuses away, tensors on disk that it has no use for.
+    """
 
     family: Family
     args: dict[str, Any]
@@ -63,8 +68,12 @@ class CandidateRun:
     device: str
     batch: Batch
     patch: Path | None = None
+    spec: Spec | None = None
     dims: Dimensions = field(init=False)
     taps: tuple[Tap, ...] = field(init=False, repr=False)
+    unbound: dict[str, str] = field(init=False, default_factory=dict)
+    fused: frozenset[str] = field(init=False, default=frozenset())
+    unread: tuple[str, ...] = field(init=False, default=())
 
     def __post_init__(self) -> None:
         self.dims = self.family.candidate_dimensions(self.args)
@@ -82,8 +91,11 @@ class CandidateRun:
 
     def build(self) -> list[str]:
         """Builds, loads, patches.  Returns the parameters that the checkpoint had nothing for."""
-        what = Built(self.family.name, self.args, self.layout, self.parallel, self.dtype)
+        what = Built(self.family.name, self.args, self.layout, self.parallel, self.dtype, spec=self.spec)
         answers = self.world.call("build", what=what, checkpoint=self.checkpoint, patch=self.patch)
+        self.unbound = {key: why for answer in answers for key, why in answer["unbound"].items()}
+        self.fused = frozenset(site for answer in answers for site in answer["fused"])
+        self.unread = tuple(sorted(set.intersection(*(set(answer["unread"]) for answer in answers))))
         return sorted({name for answer in answers for name in answer["missing"]})
 
     def put_reference(self, reference: Path, keys: list[str] | None) -> list[str]:
@@ -148,10 +160,12 @@ class CandidateRun:
                     replicas[key] = piece.replica_difference
 
         for tap in self.taps:
+            if str(tap.site) in self.fused:
+                continue
             try:
                 take(tap.keys, tap.parsed.gather(shards_of(tap.id), sizes, self.parallel))
             except BisectError as error:
-                absent |= dict.fromkeys(tap.keys, error.message)
+                absent |= {key: self.unbound.get(key, error.message) for key in tap.keys}
         for layer in range(self.dims.layers):
             if self.dims.moe[layer]:
                 key = f"layers.{layer}.experts.dispatch"

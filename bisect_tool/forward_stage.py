@@ -13,7 +13,7 @@ from bisect_hooks.tap import split_key
 from bisect_tool.candidate import CandidateRun, Said
 from bisect_tool.experiments import Lab
 from bisect_tool.faults import Finding
-from bisect_tool.forward import Bench, Located, expected_keys, shows_at, to_finding
+from bisect_tool.forward import Bench, Located, expected_keys, of_spec, shows_at, to_finding
 from bisect_tool.judge import Verdict
 from bisect_tool.ladder import DTYPES, Job
 from bisect_tool.measure import measure
@@ -57,7 +57,7 @@ def _conclude(job: Job, result: StageResult, bench: Bench, located: Located, fin
     placed = [_shown(finding, recording, free) for finding in findings.values()]
     result.faults = job.explained([finding for finding in placed if not finding.minor])
     result.minor = job.explained([finding for finding in placed if finding.minor])
-    keys = expected_keys(recording)
+    keys = expected_keys(recording, bench.run.fused)
     experts = sum(job.dims.experts for moe in job.dims.moe if moe)
     result.compared = {
         "sites": len({key.partition(":")[0] for key in keys}),
@@ -68,8 +68,11 @@ def _conclude(job: Job, result: StageResult, bench: Bench, located: Located, fin
     }
     if job.dims.mtp:
         result.skipped.append(("mtp", "transformers has no module for it"))
-    if job.candidate.args.get("spec") is not None:
+    if job.spec is None and job.candidate.args.get("spec") is not None:
         result.skipped.append(("the candidate's own layer spec", "none was given (--spec); ours was used"))
+    result.notes += of_spec(bench.run)
+    if job.spec is not None:
+        result.skipped += [(site, "the spec's build computes it inside the linear that follows") for site in sorted(bench.run.fused)]
     floors = recording.provenance.floor.values()
     result.notes.insert(
         0, f"noise floor {min(floors):.1e} to {max(floors):.1e} relative rms, the reference against itself; {MARGIN:.0f} x that is allowed"
