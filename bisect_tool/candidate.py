@@ -5,8 +5,9 @@ Does not import megatron; the ranks do.
 
 from __future__ import annotations
 
+import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,11 @@ from bisect_hooks.family import CheckpointLayout, Dimensions, Family, check_size
 from bisect_hooks.layout import Gathered
 from bisect_hooks.parallel import Coordinates, Parallel
 from bisect_hooks.site import Site
+from bisect_hooks.spec import Spec
 from bisect_hooks.tap import Tap
 from safetensors import safe_open
 
-from bisect_tool.prompts import Batch
+from bisect_tool.prompts import FORWARD_TOKENS, Batch
 from bisect_tool.ranks import WORLDS, World
 
 
@@ -34,6 +36,7 @@ class Built:
     parallel: Parallel
     dtype: torch.dtype
     mtp: bool = False
+    spec: Spec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,10 @@ class Said:
 
 @dataclass(slots=True)
 class CandidateRun:
-    """A candidate under one layout.  Cheap to make again: ranks of the same number are found alive."""
+    """A candidate under one layout.  Cheap to make again: ranks of the same number are found alive.
+
+    Of a build by the user's spec: keys that it has no place for, sites that it fuses away, tensors on disk that it has no use for.
+    """
 
     family: Family
     args: dict[str, Any]
@@ -62,8 +68,12 @@ class CandidateRun:
     device: str
     batch: Batch
     patch: Path | None = None
+    spec: Spec | None = None
     dims: Dimensions = field(init=False)
     taps: tuple[Tap, ...] = field(init=False, repr=False)
+    unbound: dict[str, str] = field(init=False, default_factory=dict)
+    fused: frozenset[str] = field(init=False, default=frozenset())
+    unread: tuple[str, ...] = field(init=False, default=())
 
     def __post_init__(self) -> None:
         self.dims = self.family.candidate_dimensions(self.args)
@@ -74,22 +84,18 @@ class CandidateRun:
     def world(self) -> World:
         return WORLDS.get(self.parallel.world, self.device)
 
-    @property
-    def rows(self) -> int:
-        """Prompts, repeated to a multiple of dp."""
-        dp = self.parallel.dp
-        return -(-len(self.batch.rows) // dp) * dp
-
-    @property
-    def length(self) -> int:
-        """The longest prompt, up to a multiple of tp where the sequence is cut over it."""
-        longest = max(self.batch.lengths)
-        return -(-longest // self.parallel.tp) * self.parallel.tp if self.parallel.sp else longest
+    def fed(self, batch: Batch) -> torch.Tensor:
+        """Token ids [b s]: prompts repeated to a multiple of dp, as long as the longest, up to a multiple of tp under --sp."""
+        dp, tp = self.parallel.dp, self.parallel.tp if self.parallel.sp else 1
+        return batch.ids(-(-len(batch.rows) // dp) * dp, -(-max(batch.lengths) // tp) * tp)
 
     def build(self) -> list[str]:
         """Builds, loads, patches.  Returns the parameters that the checkpoint had nothing for."""
-        what = Built(self.family.name, self.args, self.layout, self.parallel, self.dtype)
+        what = Built(self.family.name, self.args, self.layout, self.parallel, self.dtype, spec=self.spec)
         answers = self.world.call("build", what=what, checkpoint=self.checkpoint, patch=self.patch)
+        self.unbound = {key: why for answer in answers for key, why in answer["unbound"].items()}
+        self.fused = frozenset(site for answer in answers for site in answer["fused"])
+        self.unread = tuple(sorted(set.intersection(*(set(answer["unread"]) for answer in answers))))
         return sorted({name for answer in answers for name in answer["missing"]})
 
     def put_reference(self, reference: Path, keys: list[str] | None) -> list[str]:
@@ -97,14 +103,17 @@ class CandidateRun:
         return sorted({key for answer in self.world.call("put_reference", reference=reference, keys=keys) for key in answer})
 
     def record(self, graft: tuple[Path, list[str]] | None = None) -> Said:
-        """One forward, with the named values of a Recording grafted in."""
-        scratch = self.world.scratch()
-        ids = self.batch.ids(self.rows, self.length)
-        try:
-            self.world.call("record", rows=self.batch, ids=ids, graft=graft, out=scratch)
-            return self._gather(scratch)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+        """Forwards of the whole batch, a few prompts each, with the named values of a Recording grafted in."""
+        said = []
+        for start, part in self.batch.parts(FORWARD_TOKENS):
+            scratch = self.world.scratch()
+            ids = self.fed(part)
+            try:
+                self.world.call("record", rows=part, start=start, ids=ids, graft=graft, out=scratch)
+                said.append(self._gather(scratch, part, ids))
+            finally:
+                shutil.rmtree(scratch, ignore_errors=True)
+        return said[0] if len(said) == 1 else _joined(said)
 
     def probe(self, rows: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> dict[str, Gathered]:
         """Every expert of every MoE layer on the same rows: key → [e t f]."""
@@ -123,13 +132,9 @@ class CandidateRun:
 
     def logits(self, rows: list[list[int]]) -> torch.Tensor:
         """The logits after the last token of each row, [b v]."""
-        batch = Batch(tuple(map(tuple, rows)))
-        dp = self.parallel.dp
-        count = -(-len(rows) // dp) * dp
-        longest = max(batch.lengths)
-        length = -(-longest // self.parallel.tp) * self.parallel.tp if self.parallel.sp else longest
-        positions = [len(rows[i % len(rows)]) - 1 for i in range(count)]
-        answers = self.world.call("logits", ids=batch.ids(count, length), positions=positions)
+        ids = self.fed(Batch(tuple(map(tuple, rows))))
+        positions = [len(rows[i % len(rows)]) - 1 for i in range(len(ids))]
+        answers = self.world.call("logits", ids=ids, positions=positions)
         shards = [(self._at(rank), answer) for rank, answer in enumerate(answers) if answer is not None]
         gathered = Tap(Site("lm_head"), "", "b v[tp]").parsed.gather(shards, {}, self.parallel)
         return gathered[""].tensor.flatten(1)[: len(rows)]
@@ -137,8 +142,8 @@ class CandidateRun:
     def _at(self, rank: int) -> Coordinates:
         return self.parallel.coordinates(rank)
 
-    def _gather(self, scratch: Path) -> Said:
-        sizes = {"b": self.rows // self.parallel.dp, "s": self.length // (self.parallel.tp if self.parallel.sp else 1)}
+    def _gather(self, scratch: Path, batch: Batch, ids: torch.Tensor) -> Said:
+        sizes = {"b": ids.shape[0] // self.parallel.dp, "s": ids.shape[1] // (self.parallel.tp if self.parallel.sp else 1)}
         tensors: dict[str, torch.Tensor] = {}
         replicas: dict[str, float] = {}
         absent: dict[str, str] = {}
@@ -150,15 +155,17 @@ class CandidateRun:
 
         def take(keys: tuple[str, ...], gathered: Mapping[str, Gathered]) -> None:
             for key, piece in zip(keys, gathered.values(), strict=True):
-                tensors[key] = self.batch.pack(piece.tensor)
+                tensors[key] = batch.pack(piece.tensor)
                 if piece.replica_difference != 0:
                     replicas[key] = piece.replica_difference
 
         for tap in self.taps:
+            if str(tap.site) in self.fused:
+                continue
             try:
                 take(tap.keys, tap.parsed.gather(shards_of(tap.id), sizes, self.parallel))
             except BisectError as error:
-                absent |= dict.fromkeys(tap.keys, error.message)
+                absent |= {key: self.unbound.get(key, error.message) for key in tap.keys}
         for layer in range(self.dims.layers):
             if self.dims.moe[layer]:
                 key = f"layers.{layer}.experts.dispatch"
@@ -210,6 +217,18 @@ class CandidateRun:
             "rows": layout.gather(local_rows, sizes, parallel)[""],
             "probs": layout.gather(local_probs, sizes, parallel)[""],
         }
+
+
+def _joined(said: Sequence[Said]) -> Said:
+    """What was said of one part after another, as one; a key that is absent from a part is absent."""
+    absent = {key: why for one in said for key, why in one.absent.items()}
+    replicas: dict[str, list[float]] = {}
+    for one in said:
+        for key, difference in one.replicas.items():
+            replicas.setdefault(key, []).append(difference)
+    worst = {key: max(found, key=lambda one: (math.isnan(one), one)) for key, found in replicas.items()}
+    kept = [key for key in said[0].tensors if key not in absent]
+    return Said({key: torch.cat([one.tensors[key] for one in said]) for key in kept}, worst, absent)
 
 
 def _same_group(source: Coordinates, at: Coordinates, parallel: Parallel) -> bool:

@@ -100,6 +100,12 @@ def candidate_option(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.option("--candidate", type=DIRECTORY, help="torch_dist checkpoint: the directory with .metadata, or its parent.")(command)
 
 
+def spec_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The user's own layer spec."""
+    said = "Build the candidate by this layer spec, as Megatron's and slime's --spec name it."
+    return click.option("--spec", nargs=2, metavar="MODULE FUNCTION", help=said)(command)
+
+
 def _stages(_context: click.Context, _option: click.Parameter, text: str | None) -> tuple[str, ...]:
     if text is None:
         return STAGES
@@ -125,6 +131,7 @@ def _stages(_context: click.Context, _option: click.Parameter, text: str | None)
 )
 @click.option("--device", default="cpu", show_default=True, help="Where both sides compute.")
 @click.option("--candidate-patch", type=DIRECTORY, help="A patch.py whose patch(model, parallel) is run on the built candidate.")
+@spec_option
 @parallel_options
 @out_option
 def run(prompts: str, reference: Path | None, candidate: Path | None, parallel: Parallel | None, out: Path, **options: Any) -> int:
@@ -153,6 +160,7 @@ def run(prompts: str, reference: Path | None, candidate: Path | None, parallel: 
         dtype=options["dtype"],
         device=options["device"],
         patch=options["candidate_patch"],
+        spec=options["spec"],
         stages=options["stages"],
         everything=options["all_stages"],
         strict=options["strict"],
@@ -262,14 +270,15 @@ def plant(fault: str | None, listed: bool, candidate: Path | None, out: Path | N
 @cli.command()
 @click.option("--golden", "golden_directory", type=DIRECTORY, required=True, help="Directory of golden references (make golden).")
 @click.option("--candidate", type=DIRECTORY, required=True, help="torch_dist checkpoint to gate.")
+@spec_option
 @parallel_options
 @out_option
-def gate(golden_directory: Path, candidate: Path, parallel: Parallel | None, out: Path) -> int:
+def gate(golden_directory: Path, candidate: Path, spec: tuple[str, str] | None, parallel: Parallel | None, out: Path) -> int:
     """The CI tolerance gate: a candidate against golden references, in seconds, without running the reference."""
     _start(out)
     from bisect_tool import gating
 
-    return _judge(gating.gate(golden_directory, candidate, parallel or Parallel(), _command()), out)
+    return _judge(gating.gate(golden_directory, candidate, parallel or Parallel(), _command(), spec), out)
 
 
 @cli.command()
@@ -279,16 +288,16 @@ def gate(golden_directory: Path, candidate: Path, parallel: Parallel | None, out
 @reference_option
 @candidate_option
 @click.option("--out", type=DIRECTORY, required=True, help="Where the recording goes (empty or new).")
+@spec_option
 @parallel_options
-def record(
-    side: str, prompts: str, input_key: str | None, reference: Path | None, candidate: Path | None, out: Path, parallel: Parallel | None
-) -> int:
+def record(side: str, prompts: str, reference: Path | None, candidate: Path | None, out: Path, **options: Any) -> int:
     """Write a Recording: activations by site, one side."""
     from bisect_tool import golden, ladder, recorded
 
     job = ladder.Job(
-        reference or golden.reference(), candidate or golden.candidate(), prompts, input_key, parallel or Parallel(), command=_command()
-    )
+        reference or golden.reference(), candidate or golden.candidate(), prompts, options["input_key"],
+        options["parallel"] or Parallel(), spec=options["spec"], command=_command(),
+    )  # fmt: skip
     click.echo(recorded.record(job, side, out))
     return 0
 

@@ -8,7 +8,7 @@ is cured by putting the reference's value in its place, and the run is repeated 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -18,6 +18,7 @@ from bisect_hooks.site import Site, parse_site
 from bisect_hooks.tap import split_key
 
 from bisect_tool.candidate import CandidateRun, Said
+from bisect_tool.conversion import by_kind
 from bisect_tool.faults import Finding
 from bisect_tool.flow import CURED_AT, in_place, site_name, upstream, word
 from bisect_tool.judge import Tolerance, Verdict, judge
@@ -100,7 +101,7 @@ class Bench:
         probes = self.run.probe(probe_inputs(self.recording, self.dims))
         result = Pass(said=said)
         handed = _handed(said, set(grafts), self.recording)
-        for key in expected_keys(self.recording):
+        for key in expected_keys(self.recording, self.run.fused):
             result.judged[key] = self._judge(key, said, handed, probes, result)
         return result
 
@@ -238,13 +239,15 @@ class Bench:
         return found
 
 
-def expected_keys(recording: Recording) -> list[str]:
-    """What has to be compared: everything the reference said, but for helpers, and layer inputs (the outputs before them)."""
+def expected_keys(recording: Recording, fused: Collection[str] = ()) -> list[str]:
+    """What has to be compared: everything the reference said, but for helpers, layer inputs (the outputs before them), and sites
+    that the candidate computes inside another module (`fused`)."""
     helpers = ("experts.fc1:rows", "experts.fc2:rows", "shared_expert_gate:logit", "tokens", ".input")
     keys = [key for key in recording.keys if not key.endswith(helpers)]
     layers = [key.removesuffix(".combine") for key in keys if key.endswith(".experts.combine")]
     # dispatch is a matter between the candidate's router and its own experts: the reference has no such place
-    return in_order([*keys, *(f"{layer}.dispatch:{piece}" for layer in layers for piece in ("rows", "probs"))])
+    keys += (f"{layer}.dispatch:{piece}" for layer in layers for piece in ("rows", "probs"))
+    return in_order([key for key in keys if site_name(key) not in fused])
 
 
 def _handed(said: Said, grafted: set[str], recording: Recording) -> Callable[[str], torch.Tensor]:
@@ -337,6 +340,16 @@ def shows_at(recording: Recording, free: Said, site: Site) -> str | None:
     return None
 
 
+def of_spec(run: CandidateRun) -> list[str]:
+    """Which spec of the user's built the candidate, and what the checkpoint holds that its model has no place for."""
+    if run.spec is None:
+        return []
+    notes = [f"the candidate was built by --spec {' '.join(run.spec)}"]
+    if run.unread:
+        notes.append(f"the spec's model has no place for {', '.join(by_kind(run.unread))} of the checkpoint")
+    return notes
+
+
 def to_finding(bench: Bench, located: Located, site: Site) -> Finding:
     """A located site as a finding whose class is still open."""
     one = located.sites[site]
@@ -350,4 +363,4 @@ def to_finding(bench: Bench, located: Located, site: Site) -> Finding:
     return Finding(None, named, located.shards[site], difference=one.difference, tolerance=one.tolerance)
 
 
-__all__ = ["Bench", "Judged", "Located", "Pass", "expected_keys", "shows_at", "to_finding"]
+__all__ = ["Bench", "Judged", "Located", "Pass", "expected_keys", "of_spec", "shows_at", "to_finding"]

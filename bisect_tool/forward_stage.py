@@ -13,7 +13,7 @@ from bisect_hooks.tap import split_key
 from bisect_tool.candidate import CandidateRun, Said
 from bisect_tool.experiments import Lab
 from bisect_tool.faults import Finding
-from bisect_tool.forward import Bench, Located, expected_keys, shows_at, to_finding
+from bisect_tool.forward import Bench, Located, expected_keys, of_spec, shows_at, to_finding
 from bisect_tool.judge import Verdict
 from bisect_tool.ladder import DTYPES, Job
 from bisect_tool.measure import measure
@@ -49,7 +49,7 @@ def run_forward(job: Job, result: StageResult, answers: list[dict[str, str]]) ->
     findings |= replicas(bench, located)
     _conclude(job, result, bench, located, findings, free)
     if result.faults:
-        answers += compare_answers(job, run, recorded.reference)
+        answers += [one for one in compare_answers(job, run, recorded.reference) if one["reference"] != one["candidate"]]
 
 
 def _conclude(job: Job, result: StageResult, bench: Bench, located: Located, findings: dict[Site, Finding], free: Said) -> None:
@@ -57,7 +57,7 @@ def _conclude(job: Job, result: StageResult, bench: Bench, located: Located, fin
     placed = [_shown(finding, recording, free) for finding in findings.values()]
     result.faults = job.explained([finding for finding in placed if not finding.minor])
     result.minor = job.explained([finding for finding in placed if finding.minor])
-    keys = expected_keys(recording)
+    keys = expected_keys(recording, bench.run.fused)
     experts = sum(job.dims.experts for moe in job.dims.moe if moe)
     result.compared = {
         "sites": len({key.partition(":")[0] for key in keys}),
@@ -68,8 +68,11 @@ def _conclude(job: Job, result: StageResult, bench: Bench, located: Located, fin
     }
     if job.dims.mtp:
         result.skipped.append(("mtp", "transformers has no module for it"))
-    if job.candidate.args.get("spec") is not None:
+    if job.spec is None and job.candidate.args.get("spec") is not None:
         result.skipped.append(("the candidate's own layer spec", "none was given (--spec); ours was used"))
+    result.notes += of_spec(bench.run)
+    if job.spec is not None:
+        result.skipped += [(site, "the spec's build computes it inside the linear that follows") for site in sorted(bench.run.fused)]
     floors = recording.provenance.floor.values()
     result.notes.insert(
         0, f"noise floor {min(floors):.1e} to {max(floors):.1e} relative rms, the reference against itself; {MARGIN:.0f} x that is allowed"
@@ -124,9 +127,11 @@ def _pass_line(number: int, located: Located) -> str:
     return f"grafted run {number}: {len(differing)} of {total} sites differ{cured}{shown}"
 
 
-def compare_answers(job: Job, run: CandidateRun, reference: Reference) -> list[dict[str, str]]:
-    """Greedy answers of both sides to the shortest prompts, where they differ."""
-    rows = [list(row) for row in sorted(job.batch.rows, key=lambda row: (len(row) < 2, len(row)))[:ANSWERS]]
+def compare_answers(
+    job: Job, run: CandidateRun, reference: Reference, count: int = ANSWERS, limit: int = ANSWER_TOKENS
+) -> list[dict[str, str]]:
+    """Greedy answers of both sides to the `count` shortest prompts, of at most `limit` tokens."""
+    rows = [list(row) for row in sorted(job.batch.rows, key=lambda row: (len(row) < 2, len(row)))[:count]]
     try:
         tokenizer: Tokenizer | None = Tokenizer(job.reference.path)
     except UsageError:
@@ -138,14 +143,12 @@ def compare_answers(job: Job, run: CandidateRun, reference: Reference) -> list[d
         logits = reference.forward(batch.ids(), batch.mask())
         return torch.stack([logits[i, n - 1] for i, n in enumerate(batch.lengths)])
 
-    said = answers_of(reference_logits, rows, end=end, limit=ANSWER_TOKENS)
-    again = answers_of(lambda ids: run.logits(ids)[:, : job.dims.vocabulary], rows, end=end, limit=ANSWER_TOKENS)
+    said = answers_of(reference_logits, rows, end=end, limit=limit)
+    again = answers_of(lambda ids: run.logits(ids)[:, : job.dims.vocabulary], rows, end=end, limit=limit)
 
     def text(ids: list[int]) -> str:
         return tokenizer.text(ids) if tokenizer else " ".join(map(str, ids))
 
     return [
-        {"prompt": text(row), "reference": text(one), "candidate": text(other)}
-        for row, one, other in zip(rows, said, again, strict=True)
-        if one != other
+        {"prompt": text(row), "reference": text(one), "candidate": text(other)} for row, one, other in zip(rows, said, again, strict=True)
     ]

@@ -8,12 +8,13 @@ from pathlib import Path
 from bisect_hooks.errors import UsageError
 from bisect_hooks.family import families
 from bisect_hooks.parallel import Parallel
+from bisect_hooks.spec import Spec
 
 from bisect_tool.args import plain
 from bisect_tool.candidate import CandidateRun
 from bisect_tool.checkpoint import open_checkpoint
 from bisect_tool.faults import Finding, group
-from bisect_tool.forward import Bench, Located, expected_keys, to_finding
+from bisect_tool.forward import Bench, Located, expected_keys, of_spec, to_finding
 from bisect_tool.judge import Verdict
 from bisect_tool.ladder import DTYPES, package_version, timed
 from bisect_tool.recording import Recording
@@ -23,7 +24,7 @@ from bisect_tool.report import STAGES, Report, StageResult, not_run
 RECORDING = "recording"
 
 
-def gate(golden: Path, candidate: Path, parallel: Parallel, command: str) -> Report:
+def gate(golden: Path, candidate: Path, parallel: Parallel, command: str, spec: Spec | None = None) -> Report:
     """One grafted run of the candidate against the Recording in `golden`, judged with the noise stored in it.
 
     Raises UsageError when the golden directory holds no Recording, or one of another layout's rounding.
@@ -38,7 +39,8 @@ def gate(golden: Path, candidate: Path, parallel: Parallel, command: str) -> Rep
     if family is None:
         raise UsageError(f"{path} is of the unknown family {come.family!r}")
     args = plain(checkpoint.args)
-    run = CandidateRun(family, args, checkpoint.layout, checkpoint.path, parallel, DTYPES[_short(come.dtype)], "cpu", recording.batch)
+    dtype = DTYPES[_short(come.dtype)]
+    run = CandidateRun(family, args, checkpoint.layout, checkpoint.path, parallel, dtype, "cpu", recording.batch, spec=spec)
     if run.dims.layers != _layers(recording):
         raise UsageError(f"the candidate has {run.dims.layers} layers, the golden recording {_layers(recording)}")
     result = StageResult("forward")
@@ -61,7 +63,7 @@ def gate(golden: Path, candidate: Path, parallel: Parallel, command: str) -> Rep
 
 
 def _judge(bench: Bench, located: Located, result: StageResult, missing: list[str]) -> None:
-    keys = expected_keys(bench.recording)
+    keys = expected_keys(bench.recording, bench.run.fused)
     findings: list[Finding] = []
     for site in located.sites:
         open_finding = to_finding(bench, located, site)
@@ -85,6 +87,7 @@ def _judge(bench: Bench, located: Located, result: StageResult, missing: list[st
         )
     if missing:
         result.notes.append(f"{len(missing)} parameters were in no file: {', '.join(missing[:3])}")
+    result.notes += of_spec(bench.run)
     result.notes += [f"not compared: {key}: {why}" for key, why in list(located.incomparable.items())[:8]]
     gap = located.incomparable or located.unexplained or not keys
     result.verdict = Verdict.DIFFERS if findings else Verdict.INCOMPARABLE if gap else Verdict.AGREES

@@ -53,6 +53,7 @@ class Job:
     dtype: str = "fp32"
     device: str = "cpu"
     patch: Path | None = None
+    spec: tuple[str, str] | None = None
     stages: tuple[str, ...] = STAGES
     everything: bool = False
     strict: bool = False
@@ -124,9 +125,11 @@ class Job:
         return make_batch(prompts, lambda: Tokenizer(self.reference.path), vocabulary=self.dims.vocabulary, positions=self.dims.positions)
 
     def candidate_run(self) -> CandidateRun:
+        # slime's specs read the Hugging Face directory that its launch script names
+        directory = {"hf_checkpoint": str(self.reference.path.resolve())} if self.spec else {}
         return CandidateRun(
             self.family,
-            self.args,
+            self.args | directory,
             self.candidate.layout,
             self.candidate.path,
             self.parallel,
@@ -134,6 +137,7 @@ class Job:
             self.device,
             self.batch,
             self.patch,
+            self.spec,
         )
 
     def modules_of_layer(self, layer: int) -> set[str]:
@@ -164,7 +168,9 @@ def climb(job: Job) -> Report:
     forward = job.prompts is not None and job.candidate_path is not None
     if "forward" in job.stages and forward:
         job.candidate_run()  # refuses sizes that don't fit before any rank is started
-        if job.stages == ("inputs", "forward") or job.everything:
+        if job.spec is not None:
+            WORLDS.get(job.parallel.world, job.device).call("import_spec", spec=job.spec)
+        elif job.stages == ("inputs", "forward") or job.everything:
             WORLDS.get(job.parallel.world, job.device)  # ranks start while the files are read
     steps = {"inputs": inputs_stage, "config": config_stage, "weights": weights_stage, "forward": forward_stage}
     results: list[StageResult] = []
@@ -201,7 +207,7 @@ def timed(result: StageResult) -> Iterator[None]:
 def inputs_stage(job: Job, result: StageResult, _answers: list[dict[str, str]]) -> None:
     """Are both sides given the same token ids?  Every data parallel rank's slice is put together again and compared."""
     run, batch = job.candidate_run(), job.batch
-    fed = run.batch.ids(run.rows, run.length)
+    fed = run.fed(batch)
     unequal = [i for i, row in enumerate(batch.rows) if fed[i, : len(row)].tolist() != list(row)]
     if job.dims.vocabulary > run.dims.vocabulary:
         raise UsageError(f"the candidate's vocabulary has {run.dims.vocabulary} rows, the reference's {job.dims.vocabulary}")
@@ -287,6 +293,7 @@ def provenance(job: Job) -> Mapping[str, Any]:
         "layout": job.candidate.layout if job.candidate_path is not None else None,
         "digests": {"prompts": job.batch.digest} if job.prompts is not None and job.candidate_path is not None else {},
         "parallel": (job.written_under or job.parallel if job.stages == ("weights",) else job.parallel).shown(),
+        "spec": " ".join(job.spec) if job.spec is not None else None,
         "dtype": job.dtype if "forward" in job.stages else None,
         "device": job.device if "forward" in job.stages else None,
         "prompts": f"{job.prompts} ({len(job.batch.rows)} prompts, {job.batch.tokens} tokens)" if job.prompts is not None else None,

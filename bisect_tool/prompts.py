@@ -13,6 +13,8 @@ import torch
 from bisect_hooks.errors import UsageError
 
 KEYS = ("input_ids", "prompt", "text", "messages")
+# tokens of one forward, padding counted: everything that is said in it is held at once
+FORWARD_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,21 @@ class Batch:
             part = parts[i % len(parts)]
             padded[i, : len(part)] = part
         return padded
+
+    def parts(self, most: int) -> list[tuple[int, Batch]]:
+        """Consecutive rows that make at most `most` tokens with their padding (always one row), each with its first token's number."""
+        parts: list[list[tuple[int, ...]]] = []
+        widest = 0
+        for row in self.rows:
+            widest = max(widest, len(row))
+            if not parts or (len(parts[-1]) + 1) * widest > most:
+                parts.append([])
+                widest = len(row)
+            parts[-1].append(row)
+        starts = [0]
+        for rows in parts[:-1]:
+            starts.append(starts[-1] + sum(map(len, rows)))
+        return [(start, Batch(tuple(rows), self.pad)) for start, rows in zip(starts, parts, strict=True)]
 
     def where(self, token: int) -> tuple[int, int]:
         """(prompt, position) of a packed token."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from bisect_hooks.tap import split_key
 from bisect_tool.hf_directory import HuggingFaceDirectory
 from bisect_tool.judge import Tolerance
 from bisect_tool.measure import measure
-from bisect_tool.prompts import Batch
+from bisect_tool.prompts import FORWARD_TOKENS, Batch
 from bisect_tool.recording import Provenance, Recording, by_group, writing
 
 MARGIN = 8.0
@@ -73,8 +73,7 @@ def record_reference(
     reference: Reference, batch: Batch, out: Path, *, model: str, layout: CheckpointLayout, noise: bool = True
 ) -> Recording:
     """Runs the reference freely, writes everything it said, and measures its own noise at every key."""
-    ids, mask = batch.ids(), batch.mask()
-    said = _packed(reference.record(ids, mask), batch)
+    said = _said(reference, batch)
     probes = _probe_all(reference, said)
     floor, free_floor = _noise(reference, batch, said, probes) if noise else ({}, {})
     provenance = Provenance(
@@ -143,8 +142,17 @@ def tolerance_of(recording: Recording, key: str, *, free: bool = False) -> Toler
     return Tolerance(MARGIN * floor, SOURCE)
 
 
-def _packed(canonical: Mapping[str, torch.Tensor], batch: Batch) -> dict[str, torch.Tensor]:
-    return {key: batch.pack(tensor) for key, tensor in canonical.items()}
+def _said(
+    reference: Reference, batch: Batch, grafts: Mapping[str, torch.Tensor] | None = None, most: int | None = None
+) -> dict[str, torch.Tensor]:
+    """Every key [tokens f], from forwards of a few prompts each, so that memory goes with tokens and not with padding."""
+    parts: dict[str, list[torch.Tensor]] = {}
+    for start, part in batch.parts(most or FORWARD_TOKENS):
+        ids, mask = part.ids(), part.mask()
+        put = {key: part.unpack(value[start : start + part.tokens], *ids.shape) for key, value in (grafts or {}).items()}
+        for key, value in reference.record(ids, mask, put).items():
+            parts.setdefault(key, []).append(part.pack(value))
+    return {key: values[0] if len(values) == 1 else torch.cat(values) for key, values in parts.items()}
 
 
 def _probe_all(reference: Reference, said: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -167,13 +175,9 @@ def _probe_all(reference: Reference, said: Mapping[str, torch.Tensor]) -> dict[s
 def _noise(
     reference: Reference, batch: Batch, said: Mapping[str, torch.Tensor], probes: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, float], dict[str, float]]:
-    ids, mask = batch.ids(), batch.mask()
     grafts = {key: said[key] for key in base_grafts(reference.dims)}
     least = torch.finfo(reference.dtype).eps / 2
     floor, free = dict.fromkeys(said, least), dict.fromkeys(said, least)
-
-    def put(grafted: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {key: batch.unpack(value, *ids.shape) for key, value in grafted.items()}
 
     def raise_to(levels: dict[str, float], again: Mapping[str, torch.Tensor]) -> None:
         for key in again:
@@ -182,12 +186,12 @@ def _noise(
             levels[key] = max(levels[key], measure(said[key], again[key]).relative_rms)
 
     with reference.another_order():
-        raise_to(floor, _packed(reference.record(ids, mask, put(grafts)), batch))
-        raise_to(free, _packed(reference.record(ids, mask), batch))
-    raise_to(floor, _alone(reference, batch, grafts))
+        raise_to(floor, _said(reference, batch, grafts))
+        raise_to(free, _said(reference, batch))
+    raise_to(floor, _said(reference, batch, grafts, most=1))  # every prompt in a batch of its own
     with reference.half_an_ulp_off(SEED) as nudge:
-        raise_to(floor, _packed(reference.record(ids, mask, put({key: nudge(value) for key, value in grafts.items()})), batch))
-        raise_to(free, _packed(reference.record(ids, mask), batch))
+        raise_to(floor, _said(reference, batch, {key: nudge(value) for key, value in grafts.items()}))
+        raise_to(free, _said(reference, batch))
         for key in (key for key in probes if ":" not in key):
             floor[key] = least
         for layer in range(reference.dims.layers):
@@ -197,18 +201,6 @@ def _noise(
                     # each expert is judged by itself, so the floor is the worst expert's
                     floor[key] = max(floor[key], *(measure(a, b).relative_rms for a, b in zip(probes[key], again, strict=True)))
     return floor, free
-
-
-def _alone(reference: Reference, batch: Batch, grafts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Every prompt in a batch of its own, put together again."""
-    parts: dict[str, list[torch.Tensor]] = {}
-    split = {key: value.split(list(batch.lengths)) for key, value in grafts.items()}
-    for i, row in enumerate(batch.rows):
-        one = replace(batch, rows=(row,))
-        put = {key: pieces[i][None] for key, pieces in split.items()}
-        for key, value in _packed(reference.record(one.ids(), one.mask(), put), one).items():
-            parts.setdefault(key, []).append(value)
-    return {key: torch.cat(values) for key, values in parts.items()}
 
 
 def _is_choice(key: str) -> bool:

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from bisect_hooks import drive, mcore
-from bisect_hooks.errors import BisectError, UsageError
+from bisect_hooks.errors import BisectError, UsageError, first_line
 from bisect_hooks.family import families
+from bisect_hooks.spec import Spec, import_spec, settle
 from bisect_hooks.tap import Graft
 from safetensors.torch import save_file
 
@@ -45,12 +46,27 @@ class Rank:
             raise BisectError("no model is built on this rank")
         return self.candidate
 
-    def build(self, what: Built, checkpoint: Path | None, patch: Path | None = None) -> dict[str, list[str]]:
-        """Builds and loads.  Answers {"missing": parameters nothing was loaded into}."""
+    def import_spec(self, spec: Spec) -> None:
+        """Refuses a spec that can't be imported before anything else is done."""
+        import_spec(spec)
+
+    def build(self, what: Built, checkpoint: Path | None, patch: Path | None = None) -> dict[str, Any]:
+        """Builds and loads.  Answers {"missing": parameters nothing was loaded into}, and what a user's spec made of the model."""
         self.candidate = None
         family = families()[what.family]
-        self.candidate = mcore.build(family, what.args, what.layout, what.parallel, self.device, what.dtype, mtp=what.mtp)
+        try:
+            self.candidate = mcore.build(
+                family, what.args, what.layout, what.parallel, self.device, what.dtype, mtp=what.mtp, spec=what.spec
+            )
+        except Exception as error:
+            if what.spec is None or isinstance(error, BisectError):
+                raise
+            said = f"{type(error).__name__}: {first_line(error)}"
+            raise UsageError(f"no model can be built by --spec {' '.join(what.spec)}: {said}") from error
         self.built = what
+        answer: dict[str, Any] = {"unbound": {}, "fused": (), "unread": ()}
+        if what.spec is not None:
+            answer = self._settle(checkpoint)
         if checkpoint is not None:
             # whatever is missing is a finding of the weights stage; here it must not become zeros or an old value
             stored = _opened(self.candidate, checkpoint)
@@ -63,7 +79,22 @@ class Rank:
                 mcore.fill(self.candidate, lambda key: stored.read(keys[key]) if keys[key] in stored.tensors else None, PADDED)
         if patch is not None:
             run_patch(patch, self.candidate)
-        return {"missing": mcore.unfilled(self.candidate)}
+        return answer | {"missing": mcore.unfilled(self.candidate)}
+
+    def _settle(self, checkpoint: Path | None) -> dict[str, Any]:
+        """Lines the taps up with what the user's spec built."""
+        candidate = self.here
+        rules = candidate.family.rules(candidate.dims, candidate.layout, (), mtp=False)
+        keys = frozenset(local.key for local in mcore.local_tensors(candidate))
+        settled = settle(candidate.model, candidate.taps, rules, keys)
+        candidate.taps = settled.taps
+        names = {made.name: made.name for rule in rules for made in rule.candidates} | {
+            alias: own for rule in rules for own, alias in rule.aliases
+        }
+        held = {names.get(key, key) for key in keys}
+        stored = open_checkpoint(checkpoint).tensors if checkpoint is not None else {}
+        unread = sorted(key for key in stored if names.get(key, key) not in held and not key.startswith("mtp."))
+        return {"unbound": dict(settled.unbound), "fused": sorted(settled.fused), "unread": unread}
 
     def put_reference(self, reference: Path, keys: list[str] | None) -> list[str]:
         """Overwrites the named tensors (None: all) by what the weight table makes of the reference.  Answers the keys written."""
@@ -71,9 +102,11 @@ class Rank:
         dims = family.reference_dimensions(directory.config)
         rules = family.rules(dims, self.here.layout, directory.names, mtp=self.here.dims.mtp > 0)
         rule_of = {made.name: rule for rule in rules for made in rule.candidates}
+        own_name = {alias: own for rule in rules for own, alias in rule.aliases}
         made: dict[str, torch.Tensor] = {}
 
         def tensor(key: str) -> torch.Tensor | None:
+            key = own_name.get(key, key)
             if key not in rule_of or (keys is not None and key not in keys):
                 return None
             if key not in made:
@@ -83,8 +116,11 @@ class Rank:
 
         return mcore.fill(self.here, tensor, PADDED)
 
-    def record(self, rows: Batch, ids: torch.Tensor, graft: tuple[Path, list[str]] | None, out: Path) -> None:
-        """One forward of the whole batch `ids` [b s]; what this rank heard goes to `out`/rank<r>.safetensors by tap id."""
+    def record(self, rows: Batch, start: int, ids: torch.Tensor, graft: tuple[Path, list[str]] | None, out: Path) -> None:
+        """One forward of `ids` [b s]; what this rank heard goes to `out`/rank<r>.safetensors by tap id.
+
+        Values of a Recording are grafted in; the first token of `rows` is its token number `start`.
+        """
         candidate, parallel = self.here, self.here.parallel
         batch = ids.shape[0] // parallel.dp
         local = ids[candidate.at.dp * batch : (candidate.at.dp + 1) * batch]
@@ -93,7 +129,8 @@ class Rank:
         if graft is not None:
             recording = Recording(graft[0])
             here = {key for tap in candidate.taps for key in tap.keys}
-            values = {key: rows.unpack(recording[key], *ids.shape) for key in graft[1] if key in here}
+            own = slice(start, start + rows.tokens)
+            values = {key: rows.unpack(recording[key][own], *ids.shape) for key in graft[1] if key in here}
         with drive.listening_to_experts(candidate) as dispatched:
             heard = drive.record(candidate, local, candidate.taps, Graft(values, candidate.at, sizes, parallel))
         tensors = {tap.id: heard.one(tap) for tap in candidate.taps}
@@ -168,10 +205,11 @@ def _opened(candidate: mcore.Candidate, path: Path) -> Checkpoint:
 
 
 def _renamed(candidate: mcore.Candidate, checkpoint: Checkpoint) -> dict[str, str]:
-    """Keys of this build that the checkpoint keeps under another name (Transformer Engine fuses norms into linears)."""
+    """Keys of this build that the checkpoint keeps under another name (Transformer Engine fuses norms into linears), either way."""
     stored = checkpoint.tensors
     rules = candidate.family.rules(candidate.dims, candidate.layout, (), mtp=candidate.dims.mtp > 0)
-    return {own: alias for rule in rules for own, alias in rule.aliases if own not in stored and alias in stored}
+    pairs = [pair for rule in rules for own, alias in rule.aliases for pair in ((own, alias), (alias, own))]
+    return {built: there for built, there in pairs if built not in stored and there in stored}
 
 
 def _check_shapes(candidate: mcore.Candidate, checkpoint: Checkpoint, renamed: dict[str, str]) -> None:

@@ -174,3 +174,12 @@ def test_every_packed_token_knows_where_it_stood(rows: tuple[tuple[int, ...], ..
 def test_the_digest_tells_batches_apart() -> None:
     assert Batch(((1, 2), (3,))).digest == Batch(((1, 2), (3,))).digest
     assert len({Batch(rows).digest for rows in (((1, 2), (3,)), ((1,), (2, 3)), ((1, 2, 3),), ((3,), (1, 2)))}) == 4
+
+
+@given(ROWS, st.integers(1, 20))
+@repeatable
+def test_parts_are_the_batch_in_pieces_of_bounded_size(rows: tuple[tuple[int, ...], ...], most: int) -> None:
+    parts = Batch(rows).parts(most)
+    assert tuple(row for _, part in parts for row in part.rows) == rows
+    assert all(len(part.rows) == 1 or part.ids().numel() <= most for _, part in parts)
+    assert [start for start, _ in parts] == [sum(part.tokens for _, part in parts[:i]) for i in range(len(parts))]

@@ -29,6 +29,7 @@ def prepare_megatron(device: torch.device) -> None:
     """Once a process, before a model is built."""
     from megatron.core.ssm import gated_delta_net
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     if not gated_delta_net.HAVE_FLA:
         # gated_delta_net.py:104 refuses to build without fla; with deterministic_mode it needs only fla's l2norm (:280)
@@ -37,6 +38,15 @@ def prepare_megatron(device: torch.device) -> None:
     if not hasattr(moe_utils, "te_general_gemm"):
         # moe_utils.py:1192 reads this name, which is imported only where Transformer Engine is installed (upstream bug)
         moe_utils.te_general_gemm = None
+    upstream = WrappedTorchNorm.__new__
+
+    def norm(cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **more: Any) -> Any:
+        if config.normalization == "RMSNorm":
+            return RMSNorm(config, hidden_size, eps)
+        return upstream(cls, config, hidden_size, eps, **more)
+
+    # torch_norm.py:26 refuses zero-centred gamma and sequence parallel; a user's own spec asks for its norms by this name
+    WrappedTorchNorm.__new__ = norm
     if device.type == "cpu":
         # moe_utils.py:1093 turns split sizes into host integers only for CUDA tensors; gloo's all_to_all needs them too
         token_dispatcher.maybe_move_tensor_to_cpu = to_host

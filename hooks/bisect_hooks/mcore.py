@@ -53,6 +53,7 @@ from bisect_hooks.errors import BisectError, UsageError
 from bisect_hooks.family import CheckpointLayout, Dimensions, Family, check_sizes
 from bisect_hooks.linear_attention import GatedDeltaNet as OwnDeltaNet
 from bisect_hooks.parallel import Coordinates, Parallel
+from bisect_hooks.spec import Spec, layers_by
 from bisect_hooks.tap import Tap
 
 TIMEOUT = timedelta(seconds=120)
@@ -268,8 +269,9 @@ def build(
     dtype: torch.dtype,
     *,
     mtp: bool = False,
+    spec: Spec | None = None,
 ) -> Candidate:
-    """This rank's part of the model that `args` describe, every parameter NaN until something is loaded into it."""
+    """This rank's part of the model that `args` describe, by the user's spec or ours; NaN until something is loaded into it."""
     dims = family.candidate_dimensions(args)
     if not mtp:
         dims = replace(dims, mtp=0)
@@ -277,11 +279,11 @@ def build(
     at = lay_out(parallel)
     layers = parallel.layers_of(at.pp, dims.layers)
     config = transformer_config(args, dims, layout, parallel, dtype)
-    specs = [layer_spec(dims.kinds[n], dims.moe[n], dims, layout, args) for n in layers]
+    own = TransformerBlockSubmodules([layer_spec(dims.kinds[n], dims.moe[n], dims, layout, args) for n in layers], RMSNorm)
     with running_on(device), torch.no_grad():
         model = GPTModel(
             config=config,
-            transformer_layer_spec=TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm),
+            transformer_layer_spec=layers_by(spec, args, config, len(layers)) if spec else own,
             vocab_size=dims.vocabulary,
             max_sequence_length=dims.positions or 1 << 20,
             pre_process=at.pp == 0,
@@ -324,9 +326,6 @@ def local_taps(candidate: Candidate) -> tuple[Tap, ...]:
         elif candidate.first_stage if tap.site.module in ("tokens", "embedding") else candidate.last_stage:
             found.append(tap)
     return tuple(found)
-
-
-# -- weights ------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

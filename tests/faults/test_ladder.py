@@ -26,6 +26,7 @@ from bisect_tool.candidate import CandidateRun
 from bisect_tool.checkpoint import open_checkpoint
 from bisect_tool.hf_directory import open_hf
 from bisect_tool.prompts import Batch
+from bisect_tool.reference import base_grafts, load_reference, record_reference
 
 pytestmark = pytest.mark.ranks
 GOLDEN = ROOT / "golden"
@@ -73,6 +74,28 @@ def test_listening_changes_no_bit_of_either_side() -> None:
     heard = candidate.record().tensors["lm_head"]
     ends = torch.tensor(BATCH.lengths).cumsum(0) - 1
     assert torch.equal(alone, heard[ends]) and torch.equal(alone, candidate.logits(rows))
+
+
+def test_a_batch_run_in_parts_says_what_it_says_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    directory, parallel = open_hf(REFERENCE), Parallel(ep=2)
+    family = family_of(directory.config)
+    checkpoint = open_checkpoint(GOLDEN / "tiny-qwen3.5-moe-torch_dist")
+    reference, _ = load_reference(directory, family, "slime", torch.float32, "cpu")
+    recording = record_reference(reference, BATCH, tmp_path / "whole", model="", layout="slime", noise=False)
+    candidate = CandidateRun(family, plain(checkpoint.args), "slime", checkpoint.path, parallel, torch.float32, "cpu", BATCH)
+    candidate.build()
+    grafts = (recording.path, base_grafts(candidate.dims))
+    free, grafted = candidate.record(), candidate.record(grafts)
+    assert len(BATCH.parts(1)) == len(BATCH.rows) > 1
+    monkeypatch.setattr("bisect_tool.candidate.FORWARD_TOKENS", 1)
+    for whole, parts in ((free, candidate.record()), (grafted, candidate.record(grafts))):
+        assert whole.tensors.keys() == parts.tensors.keys()
+        for key, tensor in whole.tensors.items():
+            torch.testing.assert_close(parts.tensors[key], tensor, rtol=1e-3, atol=1e-4, msg=key)
+    monkeypatch.setattr("bisect_tool.reference.FORWARD_TOKENS", 1)
+    again = record_reference(reference, BATCH, tmp_path / "parts", model="", layout="slime", noise=False)
+    for key in recording.keys:
+        torch.testing.assert_close(again[key], recording[key], rtol=1e-3, atol=1e-4, msg=key)
 
 
 def test_a_recording_of_each_side_can_be_made(tmp_path: Path) -> None:
