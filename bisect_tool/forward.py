@@ -218,24 +218,26 @@ class Bench:
             wrong = {e // width for key in keys for e in result.experts.get(key, [])}
             inside = {(ep, etp) for ep in wrong for etp in range(parallel.expert_tp)}
         else:
-            cut = self._cut_over_tp()
             for key in keys:
-                every = set(range(parallel.tp))
-                pair = result.values[key]
-                if site.module == "lm_head":  # the vocabulary is cut with its padding
-                    padding = self.run.dims.vocabulary - pair[0].shape[-1]
-                    pair = (torch.nn.functional.pad(pair[0], (0, padding)), torch.nn.functional.pad(pair[1], (0, padding)))
-                ranks = _wrong_columns(pair, parallel.tp, result.judged[key].tolerance) if key in cut else every
-                inside |= {(tp, cp) for tp in ranks for cp in range(parallel.cp)}
+                inside |= {(tp, cp) for tp in self._wrong_ranks(key, result) for cp in range(parallel.cp)}
         return shard_of(site, parallel, "run", self.dims.layers, inside or None)
 
-    def _cut_over_tp(self) -> set[str]:
-        """Keys whose features are cut over tp (the rest is whole, or cut along the sequence, on every tp rank)."""
-        found = set()
-        for tap in self.run.taps:
-            if tap.parsed.features_over("tp"):
-                found |= set(tap.keys)
-        return found
+    def _wrong_ranks(self, key: str, result: Pass) -> set[int]:
+        """Tensor parallel ranks whose columns of a key differ; all of them where it is not cut over tp."""
+        parallel, (reference, candidate) = self.run.parallel, result.values[key]
+        every, piece = set(range(parallel.tp)), split_key(key)[1]
+        tap = next((tap for tap in self.run.taps if key in tap.keys), None)
+        if tap is None or parallel.tp == 1:
+            return every
+        # the vocabulary is cut with its padding, which is not compared
+        width = self.run.dims.vocabulary if tap.site.module == "lm_head" else reference.shape[-1]
+        wrong = set()
+        for rank, columns in enumerate(tap.parsed.columns(piece, width, "tp", parallel) or ()):
+            columns = columns[columns < reference.shape[-1]]
+            here = (reference[..., columns], candidate[..., columns])
+            if len(columns) and judge(measure(*here), result.judged[key].tolerance) is Verdict.DIFFERS:
+                wrong.add(rank)
+        return wrong or every
 
 
 def expected_keys(recording: Recording) -> list[str]:
@@ -292,17 +294,6 @@ def _made_here(result: Pass, known: set[Site]) -> tuple[list[Site], set[str]]:
 def _worst_key(result: Pass, site: Site) -> Judged:
     keys = [one for key, one in result.judged.items() if site_name(key) == str(site) and one.verdict is Verdict.DIFFERS]
     return max(keys, key=lambda one: one.ratio)
-
-
-def _wrong_columns(pair: tuple[torch.Tensor, torch.Tensor], ways: int, tolerance: Tolerance) -> set[int]:
-    reference, candidate = pair
-    if ways == 1 or reference.shape[-1] % ways:
-        return set(range(ways))
-    wrong = set()
-    for i, (one, other) in enumerate(zip(reference.chunk(ways, -1), candidate.chunk(ways, -1), strict=True)):
-        if judge(measure(one, other), tolerance) is Verdict.DIFFERS:
-            wrong.add(i)
-    return wrong or set(range(ways))
 
 
 def decay_part(pair: tuple[torch.Tensor, torch.Tensor]) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bisect_hooks import drive, mcore
+from bisect_hooks import drive, mcore, mcore_weights
 from bisect_hooks.errors import BisectError, UsageError
 from bisect_hooks.family import families
 from bisect_hooks.tap import Graft
@@ -57,13 +57,13 @@ class Rank:
             renamed = _renamed(self.candidate, stored)
             _check_shapes(self.candidate, stored, renamed)
             if stored.core_reads:
-                mcore.load(self.candidate, stored.path, renamed)
+                mcore_weights.load(self.candidate, stored.path, renamed)
             else:
-                keys = {local.key: renamed.get(local.key, local.key) for local in mcore.local_tensors(self.candidate)}
-                mcore.fill(self.candidate, lambda key: stored.read(keys[key]) if keys[key] in stored.tensors else None, PADDED)
+                keys = {local.key: renamed.get(local.key, local.key) for local in mcore_weights.local_tensors(self.candidate)}
+                mcore_weights.fill(self.candidate, lambda key: stored.read(keys[key]) if keys[key] in stored.tensors else None, PADDED)
         if patch is not None:
             run_patch(patch, self.candidate)
-        return {"missing": mcore.unfilled(self.candidate)}
+        return {"missing": mcore_weights.unfilled(self.candidate)}
 
     def put_reference(self, reference: Path, keys: list[str] | None) -> list[str]:
         """Overwrites the named tensors (None: all) by what the weight table makes of the reference.  Answers the keys written."""
@@ -81,7 +81,7 @@ class Rank:
                 made.update(rule_of[key].forward([directory.read(name) for name in rule_of[key].references]))
             return made[key]
 
-        return mcore.fill(self.here, tensor, PADDED)
+        return mcore_weights.fill(self.here, tensor, PADDED)
 
     def record(self, rows: Batch, ids: torch.Tensor, graft: tuple[Path, list[str]] | None, out: Path) -> None:
         """One forward of the whole batch `ids` [b s]; what this rank heard goes to `out`/rank<r>.safetensors by tap id."""
@@ -127,9 +127,9 @@ class Rank:
         dims = candidate.family.reference_dimensions(directory.config)
         rules = candidate.family.rules(dims, candidate.layout, directory.names, mtp=candidate.dims.mtp > 0)
         dtypes = {made.name: directory.dtypes[rule.references[0]] for rule in rules for made in rule.candidates}
-        mcore.set_dtypes(candidate, dtypes.get)
+        mcore_weights.set_dtypes(candidate, dtypes.get)
         written = set(self.put_reference(reference, None))
-        needed = {local.key for local in mcore.local_tensors(candidate)}
+        needed = {local.key for local in mcore_weights.local_tensors(candidate)}
         if needed - written:
             return {"unmade": sorted(needed - written), "keys": sorted(needed)}
         self._write(out, common)
@@ -138,15 +138,15 @@ class Rank:
     def save_again(self, checkpoint: Path, out: Path, common: dict[str, Any]) -> None:
         """Saves what was loaded from `checkpoint` under this layout, every tensor in the dtype it has there."""
         stored = open_checkpoint(checkpoint).tensors
-        mcore.set_dtypes(self.here, lambda key: stored[key].dtype if key in stored else None)
-        mcore.load(self.here, checkpoint, _renamed(self.here, _opened(self.here, checkpoint)))
+        mcore_weights.set_dtypes(self.here, lambda key: stored[key].dtype if key in stored else None)
+        mcore_weights.load(self.here, checkpoint, _renamed(self.here, _opened(self.here, checkpoint)))
         self._write(out, common)
 
     def _write(self, out: Path, common: dict[str, Any]) -> None:
         if dist.get_rank() == 0:
             out.mkdir(parents=True, exist_ok=True)
         dist.barrier()
-        mcore.save(self.here, out, common | {"args": Namespace(**common["args"])})
+        mcore_weights.save(self.here, out, common | {"args": Namespace(**common["args"])})
         dist.barrier()
 
     def _reference(self, path: Path) -> HuggingFaceDirectory:
@@ -163,7 +163,7 @@ def _opened(candidate: mcore.Candidate, path: Path) -> Checkpoint:
     found = open_checkpoint(path)
     if not isinstance(found, LegacyCheckpoint):
         return found
-    shapes = {local.key: local.global_shape for local in mcore.local_tensors(candidate)}
+    shapes = {local.key: local.global_shape for local in mcore_weights.local_tensors(candidate)}
     return found.joined(candidate.family.rules(candidate.dims, candidate.layout, (), mtp=candidate.dims.mtp > 0), shapes)
 
 
@@ -176,7 +176,7 @@ def _renamed(candidate: mcore.Candidate, checkpoint: Checkpoint) -> dict[str, st
 
 def _check_shapes(candidate: mcore.Candidate, checkpoint: Checkpoint, renamed: dict[str, str]) -> None:
     """Refuses a checkpoint whose tensors are not of the sizes that its own args make.  Raises UsageError naming the first."""
-    for local in mcore.local_tensors(candidate):
+    for local in mcore_weights.local_tensors(candidate):
         found = checkpoint.tensors.get(renamed.get(local.key, local.key))
         if found is not None and found.shape != local.global_shape and local.key not in PADDED:
             raise UsageError(
@@ -195,7 +195,8 @@ def run_patch(path: Path, candidate: mcore.Candidate) -> None:
     if not callable(getattr(module, "patch", None)):
         raise UsageError(f"{path} defines no patch(model, parallel)")
     with torch.no_grad():
-        module.patch(candidate.model, candidate.parallel)
+        for chunk in candidate.chunks:
+            module.patch(chunk.model, candidate.parallel)
 
 
 def serve(connection: Connection, rank: Rank) -> None:

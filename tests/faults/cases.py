@@ -103,6 +103,10 @@ FORWARD_ONLY = [
             None, "run", LAYER_SLIME, pp=[1],
         ),),
     ),
+    Case(
+        "A01-slime-tp4", "slime", "one", ("A01",), "tp4", (*FORWARD, "--candidate-patch", "patch.py"),
+        (fault("parallel", FULL, "attention_gate", [], None, "run", tp=[1, 3]),),
+    ),
 ]  # fmt: skip
 
 
@@ -123,6 +127,11 @@ def both(layout: str, under: str) -> Case:
 UNDER = ("one", "tp2sp", "pp2", "ep4", "tp2ep2")
 BOTH = [both(layout, under) for layout in ("slime", "native") for under in UNDER]
 CLEAN = [Case(f"clean-{layout}-{under}", layout, under, (), under, (), ()) for layout in ("slime", "native") for under in UNDER]
+# each in one checkpoint layout, and in the other by `make drill`
+MORE = {"tp4": "slime", "pp3+5": "slime", "vpp2": "native", "tp2pp2": "slime", "etp2": "native"}
+CLEAN += [Case(f"clean-{layout}-{under}", layout, under, (), under, (), ()) for under, layout in MORE.items()]
+OTHER = {"slime": "native", "native": "slime"}
+CLEAN_WIDE = [Case(f"clean-{OTHER[layout]}-{under}", OTHER[layout], under, (), under, (), ()) for under, layout in MORE.items()]
 
 # Cells of fault x layout x checkpoint layout that can't exist, and why.
 CANNOT_EXIST = {
