@@ -52,7 +52,11 @@ class Proof:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong at one site.  made: the weight table's name of the tensor, where it is one"""
+    """One thing that is wrong at one site.
+
+    made     the weight table's name of the tensor, where it is one
+    tripped  the row or column that says so, where the site as a whole does not
+    """
 
     cls: str | None
     site: Site
@@ -68,6 +72,7 @@ class Finding:
     shows_at: str | None = None
     minor: bool = False
     made: str = ""
+    tripped: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,9 @@ from bisect_tool.faults import Finding
 from bisect_tool.flow import CURED_AT, in_place, site_name, upstream, word
 from bisect_tool.judge import Tolerance, Verdict, judge
 from bisect_tool.measure import Difference, measure
+from bisect_tool.noise import Extreme, weigh
 from bisect_tool.recording import Recording, in_order
-from bisect_tool.reference import base_grafts, probe_inputs, tolerance_of
+from bisect_tool.reference import BEHIND_ROUTING, base_grafts, probe_inputs, tolerance_of
 from bisect_tool.shards import Place, Shard, shard_of
 
 MOST_PASSES = 16
@@ -32,20 +33,32 @@ PROBED = ("experts.fc1", "experts.fc2")
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """One key of one pass."""
+    """One key of one pass.  extremes  its worst row and column, where they have allowances of their own"""
 
     key: str
     verdict: Verdict
     difference: Difference | None
     tolerance: Tolerance
     why: str = ""
+    extremes: tuple[Extreme, ...] = ()
 
     @property
-    def ratio(self) -> float:
-        """The difference in units of its tolerance."""
+    def whole(self) -> float:
+        """The relative rms in units of its tolerance."""
         if self.difference is None or self.difference.relative_rms == 0:
             return 0.0
         return self.difference.relative_rms / self.tolerance.relative_rms if self.tolerance.relative_rms else math.inf
+
+    @property
+    def ratio(self) -> float:
+        """The statistic that is nearest to its allowance, or furthest beyond it, in units of that."""
+        return max([self.whole, *(one.ratio for one in self.extremes)])
+
+    @property
+    def tripped(self) -> str:
+        """What says that it differs, where that is not the site as a whole."""
+        beyond = [str(one) for one in sorted(self.extremes, key=lambda one: -one.ratio) if one.ratio > 1]
+        return beyond[0] if beyond and self.whole <= 1 else ""
 
 
 @dataclass(slots=True)
@@ -56,6 +69,7 @@ class Pass:
     values: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     experts: dict[str, list[int]] = field(default_factory=dict)
     said: Said | None = None
+    flips: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def differing(self, known: Iterable[Site] = ()) -> set[str]:
         """Names of the sites that differ.  Where q, k or v rows of a packed linear_qkv are known to be wrong, its gate rows are
@@ -120,11 +134,22 @@ class Bench:
             if word(site) == "router.topk":
                 ranked = self._route(f"layers.{site.layer}", handed).ranked
                 candidate = _without_ties(reference, candidate.float(), ranked)
-            difference = measure(reference.float(), candidate.float())
+                result.flips[key] = (self.recording[key].float() != said.tensors[key].float()).any(-1)
+            if word(site) in BEHIND_ROUTING and self.dims.moe[site.layer or 0]:
+                tokens = self._routed_alike(f"layers.{site.layer}.router.topk", handed)
+                reference, candidate = reference[tokens], candidate[tokens]
+                tolerance = tolerance.of_rows(tokens)
+            reference, candidate = reference.float(), candidate.float()
+            difference = measure(reference, candidate)
         except BisectError as error:
             return Judged(key, Verdict.INCOMPARABLE, None, tolerance, error.message)
-        result.values[key] = (reference.float(), candidate.float())
-        return Judged(key, judge(difference, tolerance), difference, tolerance)
+        result.values[key] = (reference, candidate)
+        return judged(key, reference, candidate, difference, tolerance)
+
+    def _routed_alike(self, topk: str, handed: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        """Tokens whose experts both sides chose alike: elsewhere their sums are of other experts.  All tokens where there is none."""
+        alike = (self.recording[topk].float() == handed(topk).float()).all(-1)
+        return (alike if bool(alike.any()) else ~alike).nonzero().flatten()
 
     def _by_rule(self, site: Site, key: str, handed: Callable[[str], torch.Tensor]) -> torch.Tensor:
         """What the reference's rule makes of the candidate's own upstream values: no threshold for a discrete choice."""
@@ -234,10 +259,21 @@ class Bench:
         wrong = set()
         for rank, columns in enumerate(tap.parsed.columns(piece, width, "tp", parallel) or ()):
             columns = columns[columns < reference.shape[-1]]
-            here = (reference[..., columns], candidate[..., columns])
-            if len(columns) and judge(measure(*here), result.judged[key].tolerance) is Verdict.DIFFERS:
+            if not len(columns):
+                continue
+            here, tolerance = (reference[..., columns], candidate[..., columns]), result.judged[key].tolerance.of_columns(columns)
+            if judged(key, *here, measure(*here), tolerance).verdict is Verdict.DIFFERS:
                 wrong.add(rank)
         return wrong or every
+
+
+def judged(key: str, reference: torch.Tensor, candidate: torch.Tensor, difference: Difference, tolerance: Tolerance) -> Judged:
+    """Three statistics, each with its own allowance: all of it, the worst row, the worst column."""
+    verdict = judge(difference, tolerance)
+    extremes = weigh(reference, candidate, tolerance.noise) if tolerance.noise and not difference.nonfinite and not difference.both else ()
+    if any(not one.size <= one.allowed for one in extremes):
+        verdict = Verdict.DIFFERS
+    return Judged(key, verdict, difference, tolerance, extremes=extremes)
 
 
 def expected_keys(recording: Recording) -> list[str]:
@@ -338,7 +374,8 @@ def to_finding(bench: Bench, located: Located, site: Site) -> Finding:
         named = replace(site, part=decay_part(result.values[key]))
     elif site.module == "output":
         named = replace(site, module="mlp")
-    return Finding(None, named, located.shards[site], difference=one.difference, tolerance=one.tolerance)
+    tolerance = replace(one.tolerance, source=f"{one.tolerance.source}; {one.tripped}") if one.tripped else one.tolerance
+    return Finding(None, named, located.shards[site], difference=one.difference, tolerance=tolerance, tripped=one.tripped)
 
 
 __all__ = ["Bench", "Judged", "Located", "Pass", "expected_keys", "shows_at", "to_finding"]

@@ -17,10 +17,11 @@ from bisect_tool.forward import Bench, Located, expected_keys, shows_at, to_find
 from bisect_tool.judge import Verdict
 from bisect_tool.ladder import DTYPES, Job
 from bisect_tool.measure import measure
+from bisect_tool.noise import MARGIN
 from bisect_tool.prompts import Batch
 from bisect_tool.ranks import WORLDS
 from bisect_tool.recording import Recording
-from bisect_tool.reference import MARGIN, answers_of, recorded_reference, tolerance_of
+from bisect_tool.reference import answers_of, recorded_reference, tolerance_of
 from bisect_tool.report import StageResult
 from bisect_tool.shards import shard_of
 
