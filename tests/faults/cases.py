@@ -109,6 +109,23 @@ FORWARD_ONLY = [
     ),
 ]  # fmt: skip
 
+BF16 = ("--dtype", "bf16")
+ROUNDED = [
+    Case(
+        "E01-slime-ep4-bf16", "slime", "ep4", ("E01",), "ep4", (*FORWARD, *BF16),
+        (fault("conversion", EVERY, "experts", ["fc1", "fc2"], "duplicate", "run", ep=[1, 2, 3]),),
+    ),
+    Case("A03-native-bf16", "native", "one", ("A03",), "one", (*FORWARD, *BF16), (fault("conversion", FULL, "attention", ["qkv"], "permutation", "run"),)),
+    Case("S04-slime-bf16", "slime", "one", ("S04",), "one", (*FORWARD, *BF16), (fault("model-definition", EVERY, "shared_expert_gate", [], "config", "run"),)),
+    Case("clean-native-tp2sp-bf16", "native", "tp2sp", (), "tp2sp", BF16, ()),
+]  # fmt: skip
+ROUNDED_WIDE = [
+    Case(f"clean-{layout}-{under}-bf16", layout, under, (), under, BF16, ())
+    for layout in ("slime", "native")
+    for under in ("one", "tp2sp", "pp2", "ep4", "tp4", "vpp2")
+    if (layout, under) != ("native", "tp2sp")
+]
+
 
 def both(layout: str, under: str) -> Case:
     """An expert fault and a linear attention fault at once, converted under TP2 x EP2, located by activations alone."""
