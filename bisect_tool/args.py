@@ -69,6 +69,8 @@ def _stages(args: Mapping[str, Any], pp: int, layers: int | None) -> tuple[int, 
 def parallel_args(parallel: Parallel) -> dict[str, Any]:
     """The args that say a layout."""
     sizes = {name: parallel.size(axis) for axis, name in SIZES.items()}
+    if parallel.pp_layers and parallel.vpp > 1:
+        raise UsageError("--pp-layers with --vpp: Megatron's args can't say the size of each chunk")
     uneven = parallel.pp_layers if parallel.pp > 1 else ()
     if len(set(uneven[1:-1])) > 1:
         raise UsageError(
@@ -76,6 +78,7 @@ def parallel_args(parallel: Parallel) -> dict[str, Any]:
         )
     return sizes | {
         "sequence_parallel": parallel.sp,
+        "virtual_pipeline_model_parallel_size": parallel.vpp if parallel.vpp > 1 else None,
         "decoder_first_pipeline_num_layers": uneven[0] if uneven else None,
         "decoder_last_pipeline_num_layers": uneven[-1] if uneven else None,
         "moe_token_dispatcher_type": parallel.dispatcher,

@@ -54,7 +54,8 @@ def _drift(fault: Fault) -> tuple[str, str]:
         "parallel": "The weights are right and one rank is right: look at how this layout cuts, places or reduces here.",
         "model-definition": "The weights are right, on one rank too: look at how the candidate defines this module (spec, flags).",
     }.get(first.cls or "", "Run again with the weights stage: it decides between conversion and definition.")
-    return f"{where(fault)}: what it gives leaves the reference's by {size} relative rms, on the reference's own inputs.", do
+    seen = f" ({first.tripped})" if first.tripped else ""
+    return f"{where(fault)}: what it gives leaves the reference's by {size} relative rms{seen}, on the reference's own inputs.", do
 
 
 def _duplicate(detail: Mapping[str, Any], first: Finding) -> tuple[str, str]:

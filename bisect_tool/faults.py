@@ -55,6 +55,7 @@ class Finding:
     """One thing that is wrong at one site.
 
     made        the weight table's name of the tensor, where it is one
+    tripped     the row or column that says so, where the site as a whole does not
     shape       which tokens are wrong, where that is a clue
     candidates  the classes it may be, where the evidence does not decide
     """
@@ -73,6 +74,7 @@ class Finding:
     shows_at: str | None = None
     minor: bool = False
     made: str = ""
+    tripped: str = ""
     shape: Mapping[str, Any] | None = None
     candidates: tuple[str, ...] = ("conversion", "model-definition", "parallel")
 

@@ -23,8 +23,9 @@ from bisect_tool.faults import Finding
 from bisect_tool.flow import CURED_AT, in_place, site_name, upstream, word
 from bisect_tool.judge import Tolerance, Verdict, judge
 from bisect_tool.measure import Difference, measure
+from bisect_tool.noise import Extreme, weigh
 from bisect_tool.recording import Recording, in_order
-from bisect_tool.reference import base_grafts, probe_inputs, tolerance_of
+from bisect_tool.reference import BEHIND_ROUTING, base_grafts, probe_inputs, tolerance_of
 from bisect_tool.shards import Place, Shard, shard_of
 
 MOST_PASSES = 16
@@ -33,20 +34,32 @@ PROBED = ("experts.fc1", "experts.fc2")
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """One key of one pass."""
+    """One key of one pass.  extremes  its worst row and column, where they have allowances of their own"""
 
     key: str
     verdict: Verdict
     difference: Difference | None
     tolerance: Tolerance
     why: str = ""
+    extremes: tuple[Extreme, ...] = ()
 
     @property
-    def ratio(self) -> float:
-        """The difference in units of its tolerance."""
+    def whole(self) -> float:
+        """The relative rms in units of its tolerance."""
         if self.difference is None or self.difference.relative_rms == 0:
             return 0.0
         return self.difference.relative_rms / self.tolerance.relative_rms if self.tolerance.relative_rms else math.inf
+
+    @property
+    def ratio(self) -> float:
+        """The statistic that is nearest to its allowance, or furthest beyond it, in units of that."""
+        return max([self.whole, *(one.ratio for one in self.extremes)])
+
+    @property
+    def tripped(self) -> str:
+        """What says that it differs, where that is not the site as a whole."""
+        beyond = [str(one) for one in sorted(self.extremes, key=lambda one: -one.ratio) if one.ratio > 1]
+        return beyond[0] if beyond and self.whole <= 1 else ""
 
 
 @dataclass(slots=True)
@@ -57,6 +70,7 @@ class Pass:
     values: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     experts: dict[str, list[int]] = field(default_factory=dict)
     said: Said | None = None
+    flips: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def differing(self, known: Iterable[Site] = ()) -> set[str]:
         """Names of the sites that differ.  Where q, k or v rows of a packed linear_qkv are known to be wrong, its gate rows are
@@ -121,11 +135,22 @@ class Bench:
             if word(site) == "router.topk":
                 ranked = self._route(f"layers.{site.layer}", handed).ranked
                 candidate = _without_ties(reference, candidate.float(), ranked)
-            difference = measure(reference.float(), candidate.float())
+                result.flips[key] = (self.recording[key].float() != said.tensors[key].float()).any(-1)
+            if word(site) in BEHIND_ROUTING and self.dims.moe[site.layer or 0]:
+                tokens = self._routed_alike(f"layers.{site.layer}.router.topk", handed)
+                reference, candidate = reference[tokens], candidate[tokens]
+                tolerance = tolerance.of_rows(tokens)
+            reference, candidate = reference.float(), candidate.float()
+            difference = measure(reference, candidate)
         except BisectError as error:
             return Judged(key, Verdict.INCOMPARABLE, None, tolerance, error.message)
-        result.values[key] = (reference.float(), candidate.float())
-        return Judged(key, judge(difference, tolerance), difference, tolerance)
+        result.values[key] = (reference, candidate)
+        return judged(key, reference, candidate, difference, tolerance)
+
+    def _routed_alike(self, topk: str, handed: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        """Tokens whose experts both sides chose alike: elsewhere their sums are of other experts.  All tokens where there is none."""
+        alike = (self.recording[topk].float() == handed(topk).float()).all(-1)
+        return (alike if bool(alike.any()) else ~alike).nonzero().flatten()
 
     def _by_rule(self, site: Site, key: str, handed: Callable[[str], torch.Tensor]) -> torch.Tensor:
         """What the reference's rule makes of the candidate's own upstream values: no threshold for a discrete choice."""
@@ -219,24 +244,37 @@ class Bench:
             wrong = {e // width for key in keys for e in result.experts.get(key, [])}
             inside = {(ep, etp) for ep in wrong for etp in range(parallel.expert_tp)}
         else:
-            cut = self._cut_over_tp()
             for key in keys:
-                every = set(range(parallel.tp))
-                pair = result.values[key]
-                if site.module == "lm_head":  # the vocabulary is cut with its padding
-                    padding = self.run.dims.vocabulary - pair[0].shape[-1]
-                    pair = (torch.nn.functional.pad(pair[0], (0, padding)), torch.nn.functional.pad(pair[1], (0, padding)))
-                ranks = _wrong_columns(pair, parallel.tp, result.judged[key].tolerance) if key in cut else every
-                inside |= {(tp, cp) for tp in ranks for cp in range(parallel.cp)}
+                inside |= {(tp, cp) for tp in self._wrong_ranks(key, result) for cp in range(parallel.cp)}
         return shard_of(site, parallel, "run", self.dims.layers, inside or None)
 
-    def _cut_over_tp(self) -> set[str]:
-        """Keys whose features are cut over tp (the rest is whole, or cut along the sequence, on every tp rank)."""
-        found = set()
-        for tap in self.run.taps:
-            if tap.parsed.features_over("tp"):
-                found |= set(tap.keys)
-        return found
+    def _wrong_ranks(self, key: str, result: Pass) -> set[int]:
+        """Tensor parallel ranks whose columns of a key differ; all of them where it is not cut over tp."""
+        parallel, (reference, candidate) = self.run.parallel, result.values[key]
+        every, piece = set(range(parallel.tp)), split_key(key)[1]
+        tap = next((tap for tap in self.run.taps if key in tap.keys), None)
+        if tap is None or parallel.tp == 1:
+            return every
+        # the vocabulary is cut with its padding, which is not compared
+        width = self.run.dims.vocabulary if tap.site.module == "lm_head" else reference.shape[-1]
+        wrong = set()
+        for rank, columns in enumerate(tap.parsed.columns(piece, width, "tp", parallel) or ()):
+            columns = columns[columns < reference.shape[-1]]
+            if not len(columns):
+                continue
+            here, tolerance = (reference[..., columns], candidate[..., columns]), result.judged[key].tolerance.of_columns(columns)
+            if judged(key, *here, measure(*here), tolerance).verdict is Verdict.DIFFERS:
+                wrong.add(rank)
+        return wrong or every
+
+
+def judged(key: str, reference: torch.Tensor, candidate: torch.Tensor, difference: Difference, tolerance: Tolerance) -> Judged:
+    """Three statistics, each with its own allowance: all of it, the worst row, the worst column."""
+    verdict = judge(difference, tolerance)
+    extremes = weigh(reference, candidate, tolerance.noise) if tolerance.noise and not difference.nonfinite and not difference.both else ()
+    if any(not one.size <= one.allowed for one in extremes):
+        verdict = Verdict.DIFFERS
+    return Judged(key, verdict, difference, tolerance, extremes=extremes)
 
 
 def expected_keys(recording: Recording, fused: Collection[str] = ()) -> list[str]:
@@ -297,17 +335,6 @@ def _worst_key(result: Pass, site: Site) -> Judged:
     return max(keys, key=lambda one: one.ratio)
 
 
-def _wrong_columns(pair: tuple[torch.Tensor, torch.Tensor], ways: int, tolerance: Tolerance) -> set[int]:
-    reference, candidate = pair
-    if ways == 1 or reference.shape[-1] % ways:
-        return set(range(ways))
-    wrong = set()
-    for i, (one, other) in enumerate(zip(reference.chunk(ways, -1), candidate.chunk(ways, -1), strict=True)):
-        if judge(measure(one, other), tolerance) is Verdict.DIFFERS:
-            wrong.add(i)
-    return wrong or set(range(ways))
-
-
 def decay_part(pair: tuple[torch.Tensor, torch.Tensor]) -> str:
     """a_log where the ratio of decay is constant over tokens for each head, else dt_bias; decay where it can't be told."""
     reference, candidate = (tensor.double() for tensor in pair)
@@ -360,7 +387,8 @@ def to_finding(bench: Bench, located: Located, site: Site) -> Finding:
         named = replace(site, part=decay_part(result.values[key]))
     elif site.module == "output":
         named = replace(site, module="mlp")
-    return Finding(None, named, located.shards[site], difference=one.difference, tolerance=one.tolerance)
+    tolerance = replace(one.tolerance, source=f"{one.tolerance.source}; {one.tripped}") if one.tripped else one.tolerance
+    return Finding(None, named, located.shards[site], difference=one.difference, tolerance=tolerance, tripped=one.tripped)
 
 
 __all__ = ["Bench", "Judged", "Located", "Pass", "expected_keys", "of_spec", "shows_at", "to_finding"]

@@ -17,10 +17,11 @@ from bisect_tool.forward import Bench, Located, expected_keys, of_spec, shows_at
 from bisect_tool.judge import Verdict
 from bisect_tool.ladder import DTYPES, Job
 from bisect_tool.measure import measure
+from bisect_tool.noise import MARGIN
 from bisect_tool.prompts import Batch
 from bisect_tool.ranks import WORLDS
 from bisect_tool.recording import Recording
-from bisect_tool.reference import MARGIN, answers_of, recorded_reference, tolerance_of
+from bisect_tool.reference import answers_of, load_reference, recorded_reference, tolerance_of
 from bisect_tool.report import StageResult
 from bisect_tool.shards import shard_of
 
@@ -88,11 +89,48 @@ def _conclude(job: Job, result: StageResult, bench: Bench, located: Located, fin
         else None
     )
     if logits is not None:
-        result.notes.insert(2, f"free-running, the logits differ by {logits.relative_rms:.1e}")
+        said = f"free-running, the logits differ by {logits.relative_rms:.1e}"
+        result.notes.insert(2, said if job.dtype == "fp32" else f"{said}; {is_this_normal(job, recording, logits.relative_rms)}")
+    result.notes += flips(bench, located)
     result.notes += [f"not compared: {key}: {why}" for key, why in list(located.incomparable.items())[:8]]
     result.notes += [f"differs behind another site and could not be cured apart from it: {name}" for name in located.unexplained[:4]]
     gap = located.incomparable or located.unexplained or not keys
     result.verdict = Verdict.DIFFERS if result.faults else Verdict.INCOMPARABLE if gap else Verdict.AGREES
+
+
+def is_this_normal(job: Job, recording: Recording, candidate: float) -> str:
+    """What rounding alone does to a free run: the reference in this dtype against itself, evaluated again and in fp32."""
+    reference, _ = load_reference(job.reference, job.family, job.candidate.layout, torch.float32, job.device)
+    exact = job.batch.pack(reference.forward(job.batch.ids(), job.batch.mask())).cpu()
+    rounding = measure(exact, recording["lm_head"].float()).relative_rms
+    again = recording.provenance.free_floor["lm_head"]
+    normal = "yes" if candidate <= MARGIN * max(again, rounding) else "no"
+    return (
+        f"is this normal? {normal}: in {job.dtype} the reference is {again:.1e} from itself when it is evaluated again, "
+        f"and {rounding:.1e} from itself in fp32"
+    )
+
+
+def flips(bench: Bench, located: Located) -> list[str]:
+    """Experts chosen otherwise than by the reference: how many, and by how narrow a margin.  Judged by the rule, so this only tells."""
+    flipped, margins = 0, []
+    found = located.passes[-1].flips
+    for key, changed in found.items():
+        bias = key.replace("topk", "expert_bias")
+        logits = bench.recording[key.replace("topk", "logits")].float()
+        ranked = bench.run.family.route(logits, bench.dims, bench.recording[bias] if bias in bench.recording else None).ranked
+        top = ranked.topk(min(bench.dims.top_k + 1, ranked.shape[-1]), dim=-1).values
+        margin = top[:, bench.dims.top_k - 1] - top[:, -1]
+        margins.append(torch.stack([margin, torch.where(changed, margin, torch.nan)]))
+        flipped += int(changed.sum())
+    if not flipped:
+        return []
+    every, those = torch.cat(margins, 1)
+    most = float(those.nan_to_num(0).max())
+    by = f"where it preferred one expert to the next by {most:.1e} at most" if most else "all of them between experts that it ranked alike"
+    return [
+        f"routing: {flipped} of {every.numel()} choices of experts are not the reference's, {by} (usually by {float(every.median()):.1e})"
+    ]
 
 
 def replicas(bench: Bench, located: Located) -> dict[Site, Finding]:

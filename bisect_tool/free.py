@@ -23,8 +23,9 @@ from bisect_tool.flow import UPSTREAM, site_name, word
 from bisect_tool.forward import PROBED, Judged
 from bisect_tool.judge import Tolerance, Verdict, judge
 from bisect_tool.measure import measure
+from bisect_tool.noise import MARGIN
 from bisect_tool.recording import Recording, in_order
-from bisect_tool.reference import MARGIN, tolerance_of
+from bisect_tool.reference import tolerance_of
 
 # structured drift is not noise and may grow faster: only far faster growth is a drift of its own
 BEHIND = MARGIN * MARGIN

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
+import torch
+
 from bisect_tool.measure import Difference
+from bisect_tool.noise import Noise
 
 
 class Verdict(Enum):
@@ -18,10 +21,19 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How far apart may be, and who says so."""
+    """How far apart may be, and who says so; where rows and columns are judged by themselves, by which noise."""
 
     relative_rms: float
     source: str
+    noise: Noise | None = field(default=None, compare=False, repr=False)
+
+    def of_rows(self, index: torch.Tensor) -> Tolerance:
+        """For some rows only."""
+        return replace(self, noise=self.noise.of_rows(index)) if self.noise else self
+
+    def of_columns(self, index: torch.Tensor) -> Tolerance:
+        """For some columns only."""
+        return replace(self, noise=self.noise.of_columns(index)) if self.noise else self
 
 
 EXACT = Tolerance(0.0, "bytes equal after the weight table")

@@ -103,6 +103,13 @@ def gate_not_regrouped(copy: Copy) -> None:
         copy.changed[key] = torch.cat(parts, dim=1).reshape(packed.shape).contiguous()
 
 
+def gate_not_sliced(copy: Copy) -> None:
+    """A01: the query is sliced for the ranks that share a KV head, the output gate is not."""
+    if not copy.dims.output_gate:
+        raise UsageError("this model's attention has no output gate")
+    copy.patch = UNSLICED_GATE_PATCH
+
+
 def biases_not_grouped(copy: Copy) -> None:
     """A05: q, k and v biases put one after the other, where Megatron wants them KV group by KV group."""
     dims = copy.dims
@@ -261,6 +268,24 @@ def patch(model, parallel):
             dist.broadcast(parameter.data, src=first, group=group)
 '''
 
+UNSLICED_GATE_PATCH = '''"""A01: with more tensor parallel ranks than KV heads, a rank gates with the group's first heads, not with its own."""
+
+from functools import partial
+
+from megatron.core.transformer.attention import SelfAttention
+
+
+def first_heads(attention, *args, **kwargs):
+    query, key, value, gate = SelfAttention.get_query_key_value_tensors(attention, *args, **kwargs)
+    return query, key, value, gate[:, :, : query.shape[2]]
+
+
+def patch(model, parallel):
+    for layer in model.decoder.layers:
+        if isinstance(layer.self_attention, SelfAttention):
+            layer.self_attention.get_query_key_value_tensors = partial(first_heads, layer.self_attention)
+'''
+
 BIASED_WEIGHTS_PATCH = '''"""T02: experts are weighted by score + bias, not by score."""
 
 import torch
@@ -292,6 +317,9 @@ PLANTS = (
         "ep",
     ),
     Plant("E08", "weights", "every expert of an EP rank is its first: the number is lost (Megatron-Bridge#2888)", one_expert_a_rank, "ep"),
+    Plant(
+        "A01", "code", "with more TP ranks than KV heads the output gate is not sliced like the query (Megatron-LM#3575)", gate_not_sliced
+    ),
     Plant("A05", "weights", "q, k and v biases are not grouped by KV head", biases_not_grouped),
     Plant("S05", "weights", "gate and up rows exchanged, in the shared expert or the dense MLP", halves_swapped),
     Plant("N05", "weights", "the two norms of the first layer exchanged (Megatron-Bridge#4201)", norms_swapped),

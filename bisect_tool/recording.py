@@ -21,10 +21,12 @@ from bisect_hooks.tap import split_key
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from bisect_tool.noise import Noise
 from bisect_tool.prompts import Batch
 
 SCHEMA = "bisect-tool/recording/1"
 PAGE = "recording.json"
+NOISE = "noise.safetensors"
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Provenance:
     rows               token ids of each prompt
     replica_difference relative rms between replicas, for keys where they were not bit-equal
     floor, free_floor  relative rms a re-evaluation of the same function differs by (grafted, free-running), by key
+    worst              the largest a row and a column of a re-evaluation are, in units of the noise kept in noise.safetensors
     positions          position of each token of each row, where it was recorded
     packed             what a packed batch said of itself (cu_seqlens, ..), where rows were packed into one sequence
     absent             keys that were expected and are not here, and why
@@ -55,6 +58,7 @@ class Provenance:
     replica_difference: Mapping[str, float] = field(default_factory=dict)
     floor: Mapping[str, float] = field(default_factory=dict)
     free_floor: Mapping[str, float] = field(default_factory=dict)
+    worst: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     positions: tuple[tuple[int, ...], ...] = ()
     packed: Mapping[str, Any] = field(default_factory=dict)
     absent: Mapping[str, str] = field(default_factory=dict)
@@ -103,7 +107,17 @@ class Recording:
     def __getitem__(self, key: str) -> torch.Tensor:
         if key not in self.files:
             raise UsageError(f"{self.path} has no {key}")
-        file = self.path / self.files[key]
+        return self._read(self.files[key], key)
+
+    def noise(self, key: str) -> Noise | None:
+        """The reference's own noise at a key, where it was measured by row and column."""
+        if key not in self.provenance.worst:
+            return None
+        rows, columns = (self._read(NOISE, f"{key}|{axis}") for axis in ("rows", "columns"))
+        return Noise(rows, columns, *self.provenance.worst[key])
+
+    def _read(self, name: str, key: str) -> torch.Tensor:
+        file = self.path / name
         try:
             with safe_open(file, framework="pt") as opened:
                 return opened.get_tensor(key)  # type: ignore[no-any-return]
@@ -130,6 +144,10 @@ class Writer:
         # one metadata key: with several, safetensors writes them in another order every time
         save_file(contiguous, self.path / file, metadata={"format": "pt"})
         self.keys |= dict.fromkeys(contiguous, file)
+
+    def add_noise(self, noises: Mapping[str, Noise]) -> None:
+        found = {f"{key}|{axis}": getattr(noise, axis).contiguous() for key, noise in noises.items() for axis in ("rows", "columns")}
+        save_file(found, self.path / NOISE, metadata={"format": "pt"})
 
     def close(self, provenance: Provenance) -> None:
         said = {name: value for name, value in asdict(provenance).items() if value or name not in OPTIONAL}

@@ -1,21 +1,25 @@
 """The reference as the driver sees it: its Recording, its probes of the experts, and its own noise.
 
-The allowance at a site comes from the reference itself: the same function, on the same inputs, evaluated another way.  Three
+The allowance at a site comes from the reference itself: the same function, on the same inputs, evaluated another way.  Four
 re-evaluations are made, each layer given the same inputs as the first time:
 
     another order   half the chunk of the delta rule, experts in one batched product
     alone           every prompt in a batch of its own, so other shapes and other blocking
+    permuted        the hidden dimension in another order, weights and all: an exact symmetry
     half an ulp     every weight and every grafted input moved by up to half a unit in its last place (seeded)
 
-The floor of a site is the largest relative rms of the three, and at least half a unit in the last place; the allowance is
-MARGIN times the floor.  The margin covers that the candidate adds its own order of sums to ours; `make bench` prints how much
-of it clean runs use.
+The floor of a site is the largest relative rms of the four, and at least half a unit in the last place; the allowance is MARGIN
+times the floor.  Rows (tokens) and columns (channels) have allowances of their own (`noise.py`).  The margin covers that the
+candidate adds its own order of sums to ours; `make bench` prints how much of it clean runs use.
+
+A choice has no noise.  What lies behind one (the routed experts' sum, the layer's output) is compared on tokens whose experts
+were chosen alike; probabilities by the rule on logits moved by half a unit in the last place.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,13 +34,14 @@ from bisect_hooks.tap import split_key
 from bisect_tool.hf_directory import HuggingFaceDirectory
 from bisect_tool.judge import Tolerance
 from bisect_tool.measure import measure
+from bisect_tool.noise import MARGIN, Noise, estimate
 from bisect_tool.prompts import FORWARD_TOKENS, Batch
 from bisect_tool.recording import Provenance, Recording, by_group, writing
 
-MARGIN = 8.0
 SEED = 20260423
 PROBE_ROWS = 8
-SOURCE = f"{MARGIN:.0f} x the reference's own noise (three re-evaluations)"
+SOURCE = f"{MARGIN:.0f} x the reference's own noise (four re-evaluations)"
+BEHIND_ROUTING = ("experts.combine", "output")
 
 
 def base_grafts(dims: Dimensions) -> list[str]:
@@ -75,7 +80,7 @@ def record_reference(
     """Runs the reference freely, writes everything it said, and measures its own noise at every key."""
     said = _said(reference, batch)
     probes = _probe_all(reference, said)
-    floor, free_floor = _noise(reference, batch, said, probes) if noise else ({}, {})
+    floor, free_floor, noises = _noise(reference, batch, said, probes) if noise else ({}, {}, {})
     provenance = Provenance(
         side="reference",
         family=reference.family.name,
@@ -87,11 +92,14 @@ def record_reference(
         device=str(reference.device),
         floor=floor,
         free_floor=free_floor,
+        worst={key: (found.row, found.column) for key, found in noises.items()},
     )
     everything = said | probes
     with writing(out) as writer:
         for group, keys in by_group(everything).items():
             writer.add(group, {key: everything[key].cpu() for key in keys})
+        if noises:
+            writer.add_noise(noises)
         writer.close(provenance)
     return Recording(out)
 
@@ -139,7 +147,17 @@ def tolerance_of(recording: Recording, key: str, *, free: bool = False) -> Toler
     if ".dispatch:" in key or key.endswith(".topk"):
         return Tolerance(0.0, "exact: judged by the candidate's own routing")
     floor = (recording.provenance.free_floor if free else recording.provenance.floor).get(key, 0.0)
-    return Tolerance(MARGIN * floor, SOURCE)
+    return Tolerance(MARGIN * floor, SOURCE, None if free else recording.noise(key))
+
+
+def routed_alike(key: str, one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """[t] tokens whose experts both chose alike, for a key behind the choice; None where every token counts."""
+    site = parse_site(split_key(key)[0])
+    topk = f"layers.{site.layer}.router.topk"
+    behind = (f"{site.module}.{site.part}" if site.part else site.module) in BEHIND_ROUTING
+    if not behind or topk not in one or topk not in other:
+        return None
+    return (one[topk].float() == other[topk].float()).all(-1)
 
 
 def _said(
@@ -172,23 +190,36 @@ def _probe_all(reference: Reference, said: Mapping[str, torch.Tensor]) -> dict[s
     return probes
 
 
+Floors = dict[str, float]
+
+
 def _noise(
     reference: Reference, batch: Batch, said: Mapping[str, torch.Tensor], probes: Mapping[str, torch.Tensor]
-) -> tuple[dict[str, float], dict[str, float]]:
+) -> tuple[Floors, Floors, dict[str, Noise]]:
     grafts = {key: said[key] for key in base_grafts(reference.dims)}
     least = torch.finfo(reference.dtype).eps / 2
     floor, free = dict.fromkeys(said, least), dict.fromkeys(said, least)
+    deltas: dict[str, list[torch.Tensor]] = {}
 
-    def raise_to(levels: dict[str, float], again: Mapping[str, torch.Tensor]) -> None:
+    def raise_to(levels: Floors, again: Mapping[str, torch.Tensor]) -> None:
         for key in again:
             if _is_choice(key):
                 continue  # a choice has no noise: it is judged by the rule on the candidate's own logits
-            levels[key] = max(levels[key], measure(said[key], again[key]).relative_rms)
+            alike = routed_alike(key, said, again)
+            keep = torch.ones(len(said[key]), dtype=torch.bool) if alike is None else alike
+            if bool(keep.any()):
+                levels[key] = max(levels[key], measure(said[key][keep], again[key][keep]).relative_rms)
+            if levels is floor:
+                # noise needs few digits
+                delta = (again[key].float() - said[key].float()).bfloat16()
+                deltas.setdefault(key, []).append(delta.masked_fill(~keep[:, None], torch.nan))
 
     with reference.another_order():
         raise_to(floor, _said(reference, batch, grafts))
         raise_to(free, _said(reference, batch))
     raise_to(floor, _said(reference, batch, grafts, most=1))  # every prompt in a batch of its own
+    with reference.hidden_permuted(SEED):
+        raise_to(floor, _said(reference, batch, grafts))
     with reference.half_an_ulp_off(SEED) as nudge:
         raise_to(floor, _said(reference, batch, {key: nudge(value) for key, value in grafts.items()}))
         raise_to(free, _said(reference, batch))
@@ -200,7 +231,24 @@ def _noise(
                 for key, again in ((f"layers.{layer}.experts.fc1", first), (f"layers.{layer}.experts.fc2", second)):
                     # each expert is judged by itself, so the floor is the worst expert's
                     floor[key] = max(floor[key], *(measure(a, b).relative_rms for a, b in zip(probes[key], again, strict=True)))
-    return floor, free
+        for key in (key for key in said if key.endswith(".router.probs")):
+            floor[key], deltas[key] = _rule_noise(reference, key, said, nudge, least)
+    return floor, free, {key: estimate(said[key], found, least) for key, found in deltas.items()}
+
+
+def _rule_noise(
+    reference: Reference, key: str, said: Mapping[str, torch.Tensor], nudge: Callable[[torch.Tensor], torch.Tensor], least: float
+) -> tuple[float, list[torch.Tensor]]:
+    """Of probabilities: the rule on its own logits and on moved ones, against what the reference said, where the choice stayed."""
+    prefix = key.removesuffix(".probs")
+    found, level = [], least
+    for logits in (said[f"{prefix}.logits"].float(), nudge(said[f"{prefix}.logits"]).float()):
+        routing = reference.family.route(logits, reference.dims, said.get(f"{prefix}.expert_bias"))
+        keep = (routing.chosen == said[f"{prefix}.topk"].float()).all(-1)
+        if bool(keep.any()):
+            level = max(level, measure(said[key][keep].float(), routing.probs[keep]).relative_rms)
+        found.append((routing.probs - said[key].float()).bfloat16().masked_fill(~keep[:, None], torch.nan))
+    return level, found
 
 
 def _is_choice(key: str) -> bool:

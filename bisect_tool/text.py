@@ -28,7 +28,8 @@ def _sides(page: Mapping[str, Any]) -> list[str]:
     come = page["provenance"]
     versions = come.get("versions", {})
     sizes = ", ".join(f"{axis} {size}" for axis, size in (come.get("parallel") or {}).items() if size and size != 1) or "one rank"
-    asked = {"fp32": "fp32 both sides: is it the same function?", None: ""}.get(come.get("dtype"), str(come.get("dtype")))
+    questions = {"fp32": "fp32 both sides: is it the same function?", "bf16": "bf16 both sides: is it the same rounding?", None: ""}
+    asked = questions.get(come.get("dtype"), str(come.get("dtype")))
     lines = [f"reference  {come.get('reference')}" + (f"  transformers {versions['transformers']}" if "transformers" in versions else "")]
     if come.get("candidate"):
         lines.append(

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bisect_hooks import drive, mcore
+from bisect_hooks import drive, mcore, mcore_weights
 from bisect_hooks.errors import BisectError, UsageError, first_line
 from bisect_hooks.family import families
 from bisect_hooks.spec import Spec, import_spec, settle
@@ -73,20 +73,20 @@ class Rank:
             renamed = _renamed(self.candidate, stored)
             _check_shapes(self.candidate, stored, renamed)
             if stored.core_reads:
-                mcore.load(self.candidate, stored.path, renamed)
+                mcore_weights.load(self.candidate, stored.path, renamed)
             else:
-                keys = {local.key: renamed.get(local.key, local.key) for local in mcore.local_tensors(self.candidate)}
-                mcore.fill(self.candidate, lambda key: stored.read(keys[key]) if keys[key] in stored.tensors else None, PADDED)
+                keys = {local.key: renamed.get(local.key, local.key) for local in mcore_weights.local_tensors(self.candidate)}
+                mcore_weights.fill(self.candidate, lambda key: stored.read(keys[key]) if keys[key] in stored.tensors else None, PADDED)
         if patch is not None:
             run_patch(patch, self.candidate)
-        return answer | {"missing": mcore.unfilled(self.candidate)}
+        return answer | {"missing": mcore_weights.unfilled(self.candidate)}
 
     def _settle(self, checkpoint: Path | None) -> dict[str, Any]:
         """Lines the taps up with what the user's spec built."""
         candidate = self.here
         rules = candidate.family.rules(candidate.dims, candidate.layout, (), mtp=False)
-        keys = frozenset(local.key for local in mcore.local_tensors(candidate))
-        settled = settle(candidate.model, candidate.taps, rules, keys)
+        keys = frozenset(local.key for local in mcore_weights.local_tensors(candidate))
+        settled = settle(candidate.models, candidate.taps, rules, keys)
         candidate.taps = settled.taps
         names = {made.name: made.name for rule in rules for made in rule.candidates} | {
             alias: own for rule in rules for own, alias in rule.aliases
@@ -114,7 +114,7 @@ class Rank:
                 made.update(rule_of[key].forward([directory.read(name) for name in rule_of[key].references]))
             return made[key]
 
-        return mcore.fill(self.here, tensor, PADDED)
+        return mcore_weights.fill(self.here, tensor, PADDED)
 
     def record(self, rows: Batch, start: int, ids: torch.Tensor, graft: tuple[Path, list[str]] | None, out: Path) -> None:
         """One forward of `ids` [b s]; what this rank heard goes to `out`/rank<r>.safetensors by tap id.
@@ -164,9 +164,9 @@ class Rank:
         dims = candidate.family.reference_dimensions(directory.config)
         rules = candidate.family.rules(dims, candidate.layout, directory.names, mtp=candidate.dims.mtp > 0)
         dtypes = {made.name: directory.dtypes[rule.references[0]] for rule in rules for made in rule.candidates}
-        mcore.set_dtypes(candidate, dtypes.get)
+        mcore_weights.set_dtypes(candidate, dtypes.get)
         written = set(self.put_reference(reference, None))
-        needed = {local.key for local in mcore.local_tensors(candidate)}
+        needed = {local.key for local in mcore_weights.local_tensors(candidate)}
         if needed - written:
             return {"unmade": sorted(needed - written), "keys": sorted(needed)}
         self._write(out, common)
@@ -175,15 +175,15 @@ class Rank:
     def save_again(self, checkpoint: Path, out: Path, common: dict[str, Any]) -> None:
         """Saves what was loaded from `checkpoint` under this layout, every tensor in the dtype it has there."""
         stored = open_checkpoint(checkpoint).tensors
-        mcore.set_dtypes(self.here, lambda key: stored[key].dtype if key in stored else None)
-        mcore.load(self.here, checkpoint, _renamed(self.here, _opened(self.here, checkpoint)))
+        mcore_weights.set_dtypes(self.here, lambda key: stored[key].dtype if key in stored else None)
+        mcore_weights.load(self.here, checkpoint, _renamed(self.here, _opened(self.here, checkpoint)))
         self._write(out, common)
 
     def _write(self, out: Path, common: dict[str, Any]) -> None:
         if dist.get_rank() == 0:
             out.mkdir(parents=True, exist_ok=True)
         dist.barrier()
-        mcore.save(self.here, out, common | {"args": Namespace(**common["args"])})
+        mcore_weights.save(self.here, out, common | {"args": Namespace(**common["args"])})
         dist.barrier()
 
     def _reference(self, path: Path) -> HuggingFaceDirectory:
@@ -200,7 +200,7 @@ def _opened(candidate: mcore.Candidate, path: Path) -> Checkpoint:
     found = open_checkpoint(path)
     if not isinstance(found, LegacyCheckpoint):
         return found
-    shapes = {local.key: local.global_shape for local in mcore.local_tensors(candidate)}
+    shapes = {local.key: local.global_shape for local in mcore_weights.local_tensors(candidate)}
     return found.joined(candidate.family.rules(candidate.dims, candidate.layout, (), mtp=candidate.dims.mtp > 0), shapes)
 
 
@@ -214,7 +214,7 @@ def _renamed(candidate: mcore.Candidate, checkpoint: Checkpoint) -> dict[str, st
 
 def _check_shapes(candidate: mcore.Candidate, checkpoint: Checkpoint, renamed: dict[str, str]) -> None:
     """Refuses a checkpoint whose tensors are not of the sizes that its own args make.  Raises UsageError naming the first."""
-    for local in mcore.local_tensors(candidate):
+    for local in mcore_weights.local_tensors(candidate):
         found = checkpoint.tensors.get(renamed.get(local.key, local.key))
         if found is not None and found.shape != local.global_shape and local.key not in PADDED:
             raise UsageError(
@@ -233,7 +233,8 @@ def run_patch(path: Path, candidate: mcore.Candidate) -> None:
     if not callable(getattr(module, "patch", None)):
         raise UsageError(f"{path} defines no patch(model, parallel)")
     with torch.no_grad():
-        module.patch(candidate.model, candidate.parallel)
+        for chunk in candidate.chunks:
+            module.patch(chunk.model, candidate.parallel)
 
 
 def serve(connection: Connection, rank: Rank) -> None:

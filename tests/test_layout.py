@@ -37,6 +37,11 @@ CASES: dict[str, tuple[dict[str, Shape], Local]] = {
         {"q": (B, S, 16), "gate": (B, S, 16), "k": (B, S, 8), "v": (B, S, 12)},
         lambda _, b, sp, tp: (S, b, 4 // tp * 13),
     ),
+    "s b (g (q:4 gate:4 k:2 v:2))[tp]": (
+        {"q": (B, S, 8), "gate": (B, S, 8), "k": (B, S, 4), "v": (B, S, 4)},
+        lambda _, b, sp, tp: (S, b, 2 * 12 // tp),
+    ),
+    "s b n[tp:2] d": ({"": (B, S, 6)}, lambda _, b, sp, tp: (S, b, 2 // min(tp, 2), 3)),
     "b s (n (q:4 gate:4))": ({"q": (B, S, 12), "gate": (B, S, 12)}, lambda _, b, sp, tp: (b, S, 24)),
     "e[ep] t f": ({"": (E, T, 5)}, lambda parallel, b, sp, tp: (E // parallel.ep, T, 5)),
     "e[ep] t f[etp]": ({"": (E, T, 8)}, lambda parallel, b, sp, tp: (E // parallel.ep, T, 8 // parallel.expert_tp)),
@@ -128,6 +133,14 @@ def test_a_piece_that_is_not_given_stays_as_it_was() -> None:
     assert local.flatten().tolist() == [0, 1, 2, 3, 4, 5]
 
 
+def test_of_a_run_that_is_cut_inside_a_group_only_the_given_piece_is_put_in_place() -> None:
+    parallel, layout = Parallel(tp=4), parse_layout("s b (g (q:2 k:1 v:1))[tp]")
+    put = [layout.cut({"k": torch.tensor([[[8.0, 9.0]]])}, torch.zeros(1, 1, 2), parallel.coordinates(i), {}, parallel) for i in range(4)]
+    assert [one.flatten().tolist() for one in put] == [[0, 0], [8, 0], [0, 0], [9, 0]]
+    kept = layout.cut({}, torch.ones(1, 1, 2), parallel.coordinates(0), {}, parallel)
+    assert kept.flatten().tolist() == [1, 1]
+
+
 @pytest.mark.parametrize(
     ("text", "parallel", "axis"),
     [
@@ -203,7 +216,9 @@ def test_a_section_that_tp_does_not_divide_is_refused() -> None:
         ("(s b) s", "named twice"),
         ("s[xp] b h", "unknown axis 'xp'"),
         ("s b (q:4 k:4)[pp]", "unknown axis 'pp'"),
-        ("(s b)[tp] h", "only sections and single dims"),
+        ("(s b)[tp] h", "what is cut as one run"),
+        ("s b (g[tp] (q:4 k:4))[tp]", "what is cut as one run"),
+        ("s b (g (q:4 k:4))[tp] h", "what is cut as one run"),
         ("s-b h", "unexpected '-'"),
         ("s b h[]", "unexpected '['"),
     ],
@@ -220,11 +235,18 @@ def test_a_string_that_can_mean_nothing_is_refused_early(text: str) -> None:
 
 
 def test_a_layout_knows_its_pieces_and_what_cuts_its_features() -> None:
-    def said(text: str) -> tuple[tuple[str, ...], bool]:
+    def said(text: str, piece: str, width: int, parallel: Parallel) -> list[list[int]] | None:
         layout: Layout = parse_layout(text)
-        return layout.pieces, layout.features_over("tp")
+        assert piece in layout.pieces
+        found = layout.columns(piece, width, "tp", parallel)
+        return None if found is None else [columns.tolist() for columns in found]
 
-    assert said("s[sp] b h") == (("",), False)
-    assert said("s b n[tp] d") == (("",), True)
-    assert said("s b (q:4 k:4)[tp]") == (("q", "k"), True)
-    assert said("s b (g[tp] (q:4 gate:4 k:2 v:3))") == (("q", "gate", "k", "v"), True)
+    two, four = Parallel(tp=2), Parallel(tp=4)
+    assert said("s[sp] b h", "", 4, two) is None
+    assert said("s b n[tp] d", "", 4, two) == [[0, 1], [2, 3]]
+    assert said("s b n[tp:2] d", "", 4, four) == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert said("s b (q:4 k:2)[tp]", "k", 2, two) == [[0], [1]]
+    assert said("s b (g[tp] (q:2 k:1))", "q", 4, two) == [[0, 1], [2, 3]]
+    assert said("s b (g (q:2 gate:2 k:1 v:1))[tp]", "gate", 4, two) == [[0, 1], [2, 3]]
+    assert said("s b (g (q:2 gate:2 k:1 v:1))[tp]", "gate", 4, four) == [[0], [1], [2], [3]]
+    assert said("s b (g (q:2 gate:2 k:1 v:1))[tp]", "v", 2, four) == [[], [0], [], [1]]

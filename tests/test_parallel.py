@@ -124,6 +124,16 @@ def test_virtual_stages_take_turns() -> None:
     assert [Parallel(pp=2, vpp=2).stage_of(layer, 8) for layer in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
 
 
+def test_a_stage_holds_a_run_of_layers_for_each_of_its_turns() -> None:
+    parallel = Parallel(pp=2, vpp=2)
+    assert [[list(parallel.layers_of(stage, 8, chunk)) for chunk in (0, 1)] for stage in (0, 1)] == [
+        [[0, 1], [4, 5]],
+        [[2, 3], [6, 7]],
+    ]
+    with pytest.raises(UsageError, match="--vpp 2 needs --pp of at least 2"):
+        Parallel(vpp=2)
+
+
 def test_every_layer_has_a_stage_where_chunks_are_named() -> None:
     assert Parallel(pp=2, vpp=2, pp_layers=(1, 3, 2, 2)).stage_of(7, 8) == 1
 

@@ -2,7 +2,7 @@
 
 None of them changes what is computed: they stand in for CUDA bookkeeping (devices, streams, host copies), for a norm that
 upstream offers only through Transformer Engine, and for one kernel helper that upstream offers only through
-flash-linear-attention.  On an accelerator `running_on` leaves all but the last two alone.
+flash-linear-attention; one puts a bug right that stops a layout.  On an accelerator `running_on` leaves all but these alone.
 """
 
 from __future__ import annotations
@@ -87,6 +87,23 @@ def running_on(device: torch.device) -> Iterator[None]:
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
         yield
+
+
+class SlicedGate:
+    """Goes before megatron-core's SelfAttention: with more tensor parallel ranks than KV heads, slices the gate like the query.
+
+    attention.py:1465 gives a rank its own heads of the group's queries and leaves it the gates of the whole group, which
+    attention.py:1221 then can't view as its output (upstream bug in 0.16, put right in 0.19).
+    """
+
+    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().get_query_key_value_tensors(*args, **kwargs)  # type: ignore[misc]
+        share = self.world_size // self.config.num_query_groups  # type: ignore[attr-defined]
+        if len(found) != 4 or share < 2:
+            return found
+        query, key, value, gate = found
+        start = self.pg_collection.tp.rank() % share * query.shape[2]  # type: ignore[attr-defined]
+        return query, key, value, gate[:, :, start : start + query.shape[2]]
 
 
 class RMSNorm(torch.nn.Module):

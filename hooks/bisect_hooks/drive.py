@@ -27,21 +27,22 @@ def forward(candidate: Candidate, ids: torch.Tensor) -> torch.Tensor | None:
     mask = torch.ones(length, length, dtype=torch.bool, device=candidate.device).triu(1).expand(1, 1, -1, -1)
     rows = length // candidate.parallel.tp if candidate.parallel.sp else length
     with running_on(candidate.device), torch.no_grad():
-        if not candidate.first_stage:
-            hidden = torch.empty(rows, batch, candidate.dims.hidden, dtype=candidate.dtype, device=candidate.device)
-            dist.recv(hidden, _neighbour(candidate, -1))
-            candidate.model.set_input_tensor(hidden)
-        output = candidate.model(ids, position_ids, mask)
-        if candidate.last_stage:
-            return output.transpose(0, 1)  # type: ignore[no-any-return]
-        dist.send(output.contiguous(), _neighbour(candidate, 1))
+        for chunk in candidate.chunks:
+            if not chunk.first:
+                hidden = torch.empty(rows, batch, candidate.dims.hidden, dtype=candidate.dtype, device=candidate.device)
+                dist.recv(hidden, _neighbour(candidate, -1))
+                chunk.model.set_input_tensor(hidden)
+            output = chunk.model(ids, position_ids, mask)
+            if chunk.last:
+                return output.transpose(0, 1)  # type: ignore[no-any-return]
+            dist.send(output.contiguous(), _neighbour(candidate, 1))
     return None
 
 
 def record(candidate: Candidate, ids: torch.Tensor, taps: tuple[Tap, ...], graft: Graft) -> Heard:
     """One forward of this rank with its taps listening and its grafts in place."""
     where = f" on the candidate, rank {dist.get_rank()}"
-    with listening(candidate.model, taps, graft, where=where) as heard:
+    with listening(candidate.models, taps, graft, where=where) as heard:
         forward(candidate, ids)
     return heard
 
@@ -63,7 +64,7 @@ def listening_to_experts(candidate: Candidate) -> Iterator[dict[tuple[int, int],
 
     for layer in candidate.layers:
         if candidate.dims.moe[layer]:
-            moe = find(candidate.model, f"decoder.layers.{layer - candidate.layers.start}.mlp")
+            moe = find(candidate.models, f"{candidate.path(layer)}.mlp")
             for expert, module in zip(moe.local_expert_indices, moe.experts.local_experts, strict=True):
                 handles.append(module.register_forward_pre_hook(listen(layer, expert)))
     try:
@@ -78,7 +79,7 @@ def probe_experts(candidate: Candidate, layer: int, rows: torch.Tensor, inner: t
 
     `inner` [e t f] is the reference's activation for all experts, so that fc2 is judged apart from fc1.
     """
-    moe = find(candidate.model, f"decoder.layers.{layer - candidate.layers.start}.mlp")
+    moe = find(candidate.models, f"{candidate.path(layer)}.mlp")
     rows = rows.to(candidate.device, candidate.dtype)
     size, first, second = candidate.parallel.expert_tp, [], []
     with running_on(candidate.device), torch.no_grad():
@@ -93,5 +94,6 @@ def probe_experts(candidate: Candidate, layer: int, rows: torch.Tensor, inner: t
 
 
 def _neighbour(candidate: Candidate, step: int) -> int:
-    """The rank one pipeline stage on: stages are the outermost axis of Megatron's rank order."""
-    return dist.get_rank() + step * (candidate.parallel.world // candidate.parallel.pp)
+    """The rank one pipeline stage on: stages are the outermost axis of Megatron's rank order.  Under VPP the last is before the first."""
+    world = candidate.parallel.world
+    return (dist.get_rank() + step * (world // candidate.parallel.pp)) % world

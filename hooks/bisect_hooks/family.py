@@ -83,7 +83,6 @@ def check_sizes(dims: Dimensions, parallel: Parallel) -> None:
     parallel.chunk_sizes(dims.layers)
     for what, size, axis in (
         ("attention heads", dims.heads, "tp"),
-        ("KV heads", dims.groups, "tp"),
         ("vocabulary rows", dims.vocabulary, "tp"),
         ("linear attention key heads", dims.key_heads, "tp"),
         ("MLP rows", dims.dense * (not all(dims.moe)), "tp"),
@@ -93,12 +92,12 @@ def check_sizes(dims: Dimensions, parallel: Parallel) -> None:
     ):
         if size % parallel.size(axis):
             raise UsageError(f"{size} {what} don't divide by --{axis} {parallel.size(axis)}")
+    if dims.groups % parallel.tp and parallel.tp % dims.groups:
+        raise UsageError(f"{dims.groups} KV heads neither divide by --tp {parallel.tp} nor divide it")
     if parallel.ep > 1 and not dims.experts:
         raise UsageError(f"--ep {parallel.ep}: this model has no experts to lay out")
     if parallel.cp > 1:
         raise UsageError("--cp above 1 needs Transformer Engine: megatron-core's own attention asserts it (dot_product_attention.py:58)")
-    if parallel.vpp > 1:
-        raise UsageError("--vpp above 1 is not run yet: this build drives pipeline stages by hand, one chunk a rank")
     if parallel.expert_tp > 1 and parallel.ep > 1 and parallel.dispatcher == "alltoall":
         raise UsageError(
             "--etp above 1 with --ep above 1 does not run with the alltoall dispatcher on gloo (uneven all-gather)",

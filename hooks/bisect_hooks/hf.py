@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -25,6 +27,7 @@ VERSION = transformers.__version__
 ONE = Parallel()
 
 # where the reference computes the same function another way: what the noise floor is measured with
+WRITES_HIDDEN = ("o_proj", "out_proj", "down_proj")
 CHUNKED_RULES = ("torch_chunk_gated_delta_rule",)
 
 
@@ -48,6 +51,7 @@ class Reference:
         self.family, self.dims, self.dtype, self.device = family, dims, dtype, device
         self.taps = family.reference_taps(dims)
         self.derived = family.derived(dims, "reference")
+        self.order: torch.Tensor | None = None
 
     def put(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Overwrites parameters by their canonical names (a lossy row of the table: both sides then have what it makes)."""
@@ -65,9 +69,17 @@ class Reference:
         """Every canonical tensor [b s f] by key, from one forward.  `graft` puts values in their place on the way."""
         sizes = {"b": ids.shape[0], "s": ids.shape[1]}
         at = ONE.coordinates(0)
+        if graft and self.order is not None:
+            graft = {key: value[..., self.order] if key in self._hidden else value for key, value in graft.items()}
         with listening(self.model, self.taps, Graft(graft, at, sizes, ONE) if graft else NO_GRAFT, where=" on the reference") as heard:
             self.forward(ids, mask)
-        return canonical(heard, self.taps, self.derived, sizes)
+        back = dict.fromkeys(self._hidden, self.order.argsort()) if self.order is not None else {}
+        return canonical(heard, self.taps, self.derived, sizes, back)
+
+    @property
+    def _hidden(self) -> set[str]:
+        """Keys whose features are the hidden dimension: their layout calls it h."""
+        return {key for tap in self.taps if re.search(r"\bh$", tap.layout) for key in tap.keys}
 
     def probe_experts(self, layer: int, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Every expert on the same rows [t h]: (fc1 [e t 2f], activation [e t f], fc2 [e t h]), with the module's own weights."""
@@ -97,6 +109,29 @@ class Reference:
                 setattr(module, name, original)
 
     @contextmanager
+    def hidden_permuted(self, seed: int) -> Iterator[None]:
+        """The same function with the hidden dimension in another order: weights, grafts and what is heard are put in order again."""
+        self.order = torch.randperm(self.dims.hidden, generator=torch.Generator().manual_seed(seed)).to(self.device)
+        kept = {name: parameter.data for name, parameter in self.model.named_parameters()}
+        try:
+            for name, parameter in self.model.named_parameters():
+                parameter.data = self._permuted(name, parameter.data)
+            yield
+        finally:
+            self.order = None
+            for name, parameter in self.model.named_parameters():
+                parameter.data = kept[name]
+
+    def _permuted(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """A weight's hidden dimension is its last, but for projections back to it; vectors have one where they norm it."""
+        if name.endswith(("layernorm.weight", "model.norm.weight")):
+            return weight[self.order]
+        if weight.dim() < 2 or "conv1d" in name:
+            return weight
+        written = name.removesuffix(".weight").rpartition(".")[2] in WRITES_HIDDEN
+        return weight[..., self.order, :] if written else weight[..., self.order]
+
+    @contextmanager
     def half_an_ulp_off(self, seed: int) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
         """Every weight moved by up to half a unit in its last place; yields the same for an input."""
         generator = torch.Generator().manual_seed(seed)
@@ -116,13 +151,20 @@ class Reference:
                 parameter.data = kept[name]
 
 
-def canonical(heard: Heard, taps: tuple[Tap, ...], derived: tuple[Derived, ...], sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
-    """What a one-rank side heard, in canonical order by key."""
+def canonical(
+    heard: Heard,
+    taps: tuple[Tap, ...],
+    derived: tuple[Derived, ...],
+    sizes: Mapping[str, int],
+    order: Mapping[str, torch.Tensor] = MappingProxyType({}),
+) -> dict[str, torch.Tensor]:
+    """What a one-rank side heard, in canonical order by key; `order` puts the features of some keys in another."""
     found = {}
     for tap in taps:
         gathered = tap.parsed.gather([(ONE.coordinates(0), heard.one(tap))], sizes, ONE)
         for key, piece in zip(tap.keys, tap.parsed.pieces, strict=True):
-            found[key] = gathered[piece].tensor
+            tensor = gathered[piece].tensor
+            found[key] = tensor[..., order[key]] if key in order else tensor
     for made in derived:
         found[made.key] = made.formula(*(found[key] for key in made.sources))
     return found

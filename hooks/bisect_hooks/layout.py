@@ -3,7 +3,9 @@
     "s[sp] b h"                            sequence first, cut over tp where sequence parallel is on
     "(s[sp] b) e"                          tokens flattened into one dim, sequence outermost
     "s b (q:64 k:64 v:192)[tp]"            one dim made of named sections, each cut over tp on its own
-    "s b (g[tp] (q:128 gate:128 k:32))"    group-major packing: sections inside each of the groups g
+    "s b (g (q:128 gate:128 k:32))[tp]"    group-major packing, sections inside each of the groups g, cut as one run of features:
+                                           with more ranks than groups a cut goes through a group
+    "s b n[tp:2] d"                        cut in two; with more ranks than that, neighbours hold the same
     "s[cp,sp] b h"                         sequence cut over cp in zigzag (zigzag.py), each rank's part over tp once more
 
 `b` is always cut over dp.  Whatever a layout does not cut is replicated, and replicas are compared with each other on the way.
@@ -17,7 +19,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -32,10 +34,19 @@ AXES = ("sp", "tp", "dp", "ep", "etp", "cp")
 
 @dataclass(frozen=True, slots=True)
 class Dim:
-    """One dim, and the parallel axis it is cut over."""
+    """One dim, and the parallel axis it is cut over (at most `most` times: 0 is no limit)."""
 
     name: str
     axis: str | None = None
+    most: int = 0
+
+    def ways(self, parallel: Parallel) -> int:
+        size = _ways(self.axis, parallel)
+        return min(size, self.most) if self.most else size
+
+    def place(self, coordinates: Coordinates, parallel: Parallel) -> int:
+        """Which of the `ways` pieces a rank holds."""
+        return _coordinate(self.axis, coordinates, parallel) // (_ways(self.axis, parallel) // self.ways(parallel))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +60,19 @@ class Sections:
     def total(self) -> int:
         return sum(size for _, size in self.sizes)
 
+    def slot(self, name: str) -> tuple[int, int]:
+        """(where a section starts, how long it is)."""
+        names = [one for one, _ in self.sizes]
+        at = names.index(name)
+        return sum(size for _, size in self.sizes[:at]), self.sizes[at][1]
+
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """Several dims flattened into one, outermost first."""
+    """Several dims flattened into one, outermost first; with an axis, cut over it as one run, whatever it holds."""
 
     items: tuple[Item, ...]
+    axis: str | None = None
 
 
 Item = Dim | Sections | Flat
@@ -92,11 +110,39 @@ class Layout:
         sections = _sections(self.items)
         return tuple(name for name, _ in sections.sizes) if sections else ("",)
 
-    def features_over(self, axis: str) -> bool:
-        """Whether the features are cut over `axis`, so that each coordinate holds one run of them in canonical order."""
-        leaves = [leaf for item in self.items for leaf in _leaves(item)]
+    @property
+    def run(self) -> Flat | None:
+        """The dim that is cut as one run, where there is one."""
+        return next((item for item in self.items if isinstance(item, Flat) and item.axis), None)
+
+    @property
+    def outer(self) -> Layout:
+        """With the run taken as plain features: how its pieces on the ranks make the whole."""
+        return Layout(self.text, tuple(Dim("f", item.axis) if isinstance(item, Flat) and item.axis else item for item in self.items))
+
+    @property
+    def inner(self) -> Layout:
+        """With the run whole: what it is made of."""
+        assert self.run is not None
+        return Layout(self.text, (Dim("b"), Dim("s"), Flat(self.run.items)))
+
+    def columns(self, piece: str, width: int, axis: str, parallel: Parallel) -> list[torch.Tensor] | None:
+        """Which of the `width` canonical features of a piece each coordinate of `axis` holds; None where they are not cut over it."""
+        size, every = parallel.size(axis), torch.arange(width)
+        run = self.run
+        if run is not None and run.axis == axis:
+            sections = _sections(run.items)
+            assert sections is not None
+            start, length = sections.slot(piece)
+            rows = torch.arange(width // length * sections.total).reshape(-1, sections.total)
+            owner = rows[:, start : start + length].flatten() // (rows.numel() // size)
+            return [every[owner == at] for at in range(size)]
         names = {name for pair in LEADING for name in pair}
-        return any(axis in _axes(leaf.axis) for leaf in leaves if isinstance(leaf, Sections) or leaf.name not in names)
+        for leaf in (leaf for item in self.items for leaf in _leaves(item)):
+            if axis in _axes(leaf.axis) and (isinstance(leaf, Sections) or leaf.name not in names):
+                ways = leaf.ways(parallel) if isinstance(leaf, Dim) else size
+                return [every.chunk(ways)[at // (size // ways)] for at in range(size)] if width % ways == 0 else None
+        return None
 
     def split(self, local: torch.Tensor, sizes: Mapping[str, int], parallel: Parallel) -> list[Piece]:
         """One rank's tensor as pieces.  `sizes` gives the local sizes of dims that a flattened dim hides.
@@ -113,8 +159,8 @@ class Layout:
         found, start = [], 0
         for name, size in sections.sizes:
             length = _divide(size, over, f"section {name} of {self.text!r}")
-            named = tuple(Dim("f", sections.axis) if i == index else dim for i, dim in enumerate(dims))
-            found.append(Piece(name, named, tensor.narrow(index, start, length)))  # type: ignore[arg-type]
+            named = tuple(dim if isinstance(dim, Dim) else Dim("f", sections.axis) for dim in dims)
+            found.append(Piece(name, named, tensor.narrow(index, start, length)))
             start += length
         return found
 
@@ -123,6 +169,10 @@ class Layout:
 
         Raises BisectError naming the axis and the ranks seen when a shard is missing.
         """
+        if self.run is not None:
+            whole = self.outer.gather(shards, sizes, parallel)[""]
+            parts = self.inner.gather([(Coordinates(0, 0, 0, 0, 0), whole.tensor)], {}, Parallel())
+            return {name: replace(whole, tensor=part.tensor) for name, part in parts.items()}
         by_piece: dict[str, list[tuple[Coordinates, Piece]]] = {}
         for coordinates, local in shards:
             for piece in self.split(local, sizes, parallel):
@@ -140,24 +190,46 @@ class Layout:
         parallel: Parallel,
     ) -> torch.Tensor:
         """`local` with its pieces replaced by this rank's part of the canonical tensors given; other pieces stay."""
+        if self.run is not None:
+            return self._cut_run(canonical, local, coordinates, sizes, parallel)
         result = local.clone()
         for piece in self.split(result, sizes, parallel):
             if piece.name not in canonical:
                 continue
-            full = [size * _ways(dim.axis, parallel) for size, dim in zip(piece.tensor.shape, piece.dims, strict=True)]
+            full = [size * dim.ways(parallel) for size, dim in zip(piece.tensor.shape, piece.dims, strict=True)]
             order = _canonical_order(piece.dims)
             whole = canonical[piece.name]
             if whole.numel() != math.prod(full):
                 raise BisectError(f"can't graft {tuple(whole.shape)} into layout {self.text!r} of full shape {tuple(full)}")
             whole = whole.reshape([full[i] for i in order]).permute([order.index(i) for i in range(len(order))])
             for i, dim in enumerate(piece.dims):
-                if _ways(dim.axis, parallel) > 1:
+                if dim.ways(parallel) > 1:
                     length = piece.tensor.shape[i]
                     if dim.name == "s" and "cp" in _axes(dim.axis):
                         whole = zigzag(whole, i, (), parallel.cp)
-                    whole = whole.narrow(i, _coordinate(dim.axis, coordinates, parallel) * length, length)
+                    whole = whole.narrow(i, dim.place(coordinates, parallel) * length, length)
             piece.tensor.copy_(whole)
         return result
+
+    def _cut_run(
+        self,
+        canonical: Mapping[str, torch.Tensor],
+        local: torch.Tensor,
+        coordinates: Coordinates,
+        sizes: Mapping[str, int],
+        parallel: Parallel,
+    ) -> torch.Tensor:
+        """Packs the whole run and cuts this rank's part out of it; a mask packed the same way keeps the pieces that are not given."""
+        assert self.run is not None
+        if not canonical:
+            return local.clone()
+        given = next(iter(canonical.values()))
+        run = local.new_zeros(*given.shape[:2], local.shape[-1] * _ways(self.run.axis, parallel))
+        one, alone = Coordinates(0, 0, 0, 0, 0), Parallel()
+        packed = self.inner.cut(canonical, run, one, {}, alone)
+        mask = self.inner.cut({name: torch.ones_like(tensor) for name, tensor in canonical.items()}, run, one, {}, alone)
+        own, kept = (self.outer.cut({"": whole}, local, coordinates, sizes, parallel) for whole in (packed, mask))
+        return torch.where(kept.bool(), own, local)
 
     def _expand(self, local: torch.Tensor, sizes: Mapping[str, int], parallel: Parallel) -> tuple[list[Dim | Sections], torch.Tensor]:
         dims: list[Dim | Sections] = []
@@ -178,26 +250,26 @@ class Layout:
 
     def _join(self, found: list[tuple[Coordinates, Piece]], parallel: Parallel, segments: Sequence[int]) -> Gathered:
         dims = found[0][1].dims
-        cut = [(i, dim.axis) for i, dim in enumerate(dims) if _ways(dim.axis, parallel) > 1]
+        cut = [(i, dim) for i, dim in enumerate(dims) if dim.ways(parallel) > 1]
         grid: dict[tuple[int, ...], torch.Tensor] = {}
         difference, replicas = 0.0, 0
         for coordinates, piece in found:
-            place = tuple(_coordinate(axis, coordinates, parallel) for _, axis in cut)
+            place = tuple(dim.place(coordinates, parallel) for _, dim in cut)
             if place in grid:
                 replicas += 1
                 difference = _worst(difference, grid[place], piece.tensor)
             else:
                 grid[place] = piece.tensor
-        for place in itertools.product(*(range(_ways(axis, parallel)) for _, axis in cut)):
+        for place in itertools.product(*(range(dim.ways(parallel)) for _, dim in cut)):
             if place not in grid:
-                where = ", ".join(f"{axis} {at}" for (_, axis), at in zip(cut, place, strict=True))
+                where = ", ".join(f"{dim.axis} {at}" for (_, dim), at in zip(cut, place, strict=True))
                 raise BisectError(f"layout {self.text!r} can't be gathered: no shard for {where}; seen {sorted(grid)}")
         for at in range(len(cut) - 1, -1, -1):
             outer = sorted({place[:at] for place in grid})
-            ways = range(_ways(cut[at][1], parallel))
+            ways = range(cut[at][1].ways(parallel))
             grid = {place: torch.cat([grid[(*place, way)] for way in ways], dim=cut[at][0]) for place in outer}
-        for i, axis in cut:
-            if dims[i].name == "s" and "cp" in _axes(axis):
+        for i, dim in cut:
+            if dim.name == "s" and "cp" in _axes(dim.axis):
                 grid[()] = unzigzag(grid[()], i, segments, parallel.cp)
         whole = grid[()].permute(_canonical_order(dims))
         leading = next((len(names) for names in LEADING if names[0] in {dim.name for dim in dims}), 1)
@@ -208,7 +280,7 @@ class Layout:
 @cache
 def parse_layout(text: str) -> Layout:
     """Parses a layout once and refuses early.  Raises UsageError."""
-    tokens = re.findall(r"\(|\)(?:\[[\w,]+\])?|\w+:\d+|\w+(?:\[[\w,]+\])?|\S", text)
+    tokens = re.findall(r"\(|\)(?:\[[\w,]+\])?|\w+:\d+|\w+(?:\[[\w,]+(?::\d+)?\])?|\S", text)
     items, rest = _parse_items(tokens, text)
     if rest:
         raise UsageError(f"layout {text!r}: unexpected {rest[0]!r}")
@@ -221,6 +293,9 @@ def parse_layout(text: str) -> Layout:
         raise UsageError(f"layout {text!r}: a dim is named twice")
     if len(sections) > 1:
         raise UsageError(f"layout {text!r}: only one dim can be made of sections")
+    for item in items:
+        if isinstance(item, Flat) and item.axis and (item is not items[-1] or not _sections(item.items) or _cut_inside(item)):
+            raise UsageError(f"layout {text!r}: what is cut as one run stands last, holds sections, and is not cut inside")
     return Layout(text, tuple(items))
 
 
@@ -232,13 +307,13 @@ def _parse_items(tokens: list[str], text: str) -> tuple[list[Item], list[str]]:
             item, tokens = _parse_group(tokens, text)
             items.append(item)
         else:
-            match = re.fullmatch(r"(\w+)(?:\[([\w,]+)\])?", token)
+            match = re.fullmatch(r"(\w+)(?:\[([\w,]+)(?::(\d+))?\])?", token)
             if not match:
                 raise UsageError(f"layout {text!r}: unexpected {token!r}")
             axis = _axis(match[2], text)
             if match[1] == "b" and axis not in (None, "dp"):
                 raise UsageError(f"layout {text!r}: b is always cut over dp, not over {axis}")
-            items.append(Dim(match[1], "dp" if match[1] == "b" else axis))
+            items.append(Dim(match[1], "dp" if match[1] == "b" else axis, int(match[3] or 0)))
     return items, tokens
 
 
@@ -249,7 +324,7 @@ def _parse_group(tokens: list[str], text: str) -> tuple[Item, list[str]]:
             name, size = tokens[0].split(":")
             sizes.append((name, int(size)))
             tokens = tokens[1:]
-        inner: Item = Sections(tuple(sizes))
+        inner: Sections | Flat = Sections(tuple(sizes))
     else:
         items, tokens = _parse_items(tokens, text)
         if not items:
@@ -258,11 +333,11 @@ def _parse_group(tokens: list[str], text: str) -> tuple[Item, list[str]]:
     if not tokens or not tokens[0].startswith(")"):
         raise UsageError(f"layout {text!r}: a bracket is not closed")
     axis = _axis(tokens[0][2:-1] or None, text)
-    if isinstance(inner, Sections):
-        inner = Sections(inner.sizes, axis)
-    elif axis:
-        raise UsageError(f"layout {text!r}: only sections and single dims can be sharded")
-    return inner, tokens[1:]
+    return replace(inner, axis=axis), tokens[1:]
+
+
+def _cut_inside(item: Flat) -> bool:
+    return any(leaf.axis for leaf in _leaves(item))
 
 
 def _axis(word: str | None, text: str) -> str | None:

@@ -1,4 +1,4 @@
-"""The candidate's side: megatron-core's GPTModel rebuilt from the candidate's own args.  The only file that imports megatron.
+"""The candidate's side: megatron-core's GPTModel rebuilt from the candidate's own args.
 
 Everything here runs on a rank of a process group that somebody else started.  Nothing reads the reference's config.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -19,10 +19,7 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
-from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
@@ -48,23 +45,33 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from bisect_hooks.cpu import RMSNorm, prepare_megatron, running_on
-from bisect_hooks.errors import BisectError, UsageError
+from bisect_hooks.cpu import RMSNorm, SlicedGate, prepare_megatron, running_on
+from bisect_hooks.errors import UsageError
 from bisect_hooks.family import CheckpointLayout, Dimensions, Family, check_sizes
 from bisect_hooks.linear_attention import GatedDeltaNet as OwnDeltaNet
+from bisect_hooks.mcore_weights import NAN, stored_tensors
 from bisect_hooks.parallel import Coordinates, Parallel
 from bisect_hooks.spec import Spec, layers_by
 from bisect_hooks.tap import Tap
 
 TIMEOUT = timedelta(seconds=120)
-NAN = float("nan")
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A run of layers that this rank holds as one model.  first, last  whether it holds the embedding, the head"""
+
+    model: GPTModel
+    layers: range
+    first: bool
+    last: bool
 
 
 @dataclass(slots=True)
 class Candidate:
-    """One rank's part of the model, and where it stands."""
+    """One rank's part of the model, and where it stands.  Under VPP that is several chunks, in the order of their layers."""
 
-    model: GPTModel
+    chunks: tuple[Chunk, ...]
     family: Family
     dims: Dimensions
     layout: CheckpointLayout
@@ -72,16 +79,21 @@ class Candidate:
     at: Coordinates
     device: torch.device
     dtype: torch.dtype
-    layers: range
     taps: tuple[Tap, ...] = field(default=())
 
     @property
-    def first_stage(self) -> bool:
-        return self.at.pp == 0
+    def models(self) -> torch.nn.ModuleList:
+        """The chunks as one thing to hook into: paths begin with the number of a chunk."""
+        return torch.nn.ModuleList(chunk.model for chunk in self.chunks)
 
     @property
-    def last_stage(self) -> bool:
-        return self.at.pp == self.parallel.pp - 1
+    def layers(self) -> tuple[int, ...]:
+        return tuple(layer for chunk in self.chunks for layer in chunk.layers)
+
+    def path(self, layer: int) -> str:
+        """Where a global layer stands in `models`."""
+        number, chunk = next((i, chunk) for i, chunk in enumerate(self.chunks) if layer in chunk.layers)
+        return f"{number}.decoder.layers.{layer - chunk.layers.start}"
 
 
 def join_world(rank: int, world: int, store: Path, device: torch.device) -> None:
@@ -100,6 +112,7 @@ def lay_out(parallel: Parallel) -> Coordinates:
     sizes = {
         "tensor_model_parallel_size": parallel.tp,
         "pipeline_model_parallel_size": parallel.pp,
+        "virtual_pipeline_model_parallel_size": parallel.vpp if parallel.vpp > 1 else None,
         "context_parallel_size": parallel.cp,
         "expert_model_parallel_size": parallel.ep,
         "expert_tensor_parallel_size": parallel.expert_tp,
@@ -138,8 +151,6 @@ def transformer_config(
     args: Mapping[str, Any], dims: Dimensions, layout: CheckpointLayout, parallel: Parallel, dtype: torch.dtype
 ) -> TransformerConfig:
     """megatron-core's config out of Megatron's args, as `core_transformer_config_from_args` does it, for a CPU-friendly build."""
-    first = parallel.pp_layers[0] if parallel.pp_layers else None
-    last = parallel.pp_layers[-1] if parallel.pp_layers else None
     return TransformerConfig(
         num_layers=dims.layers,
         hidden_size=dims.hidden,
@@ -199,9 +210,20 @@ def transformer_config(
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=parallel.expert_tp,
         sequence_parallel=parallel.sp,
-        num_layers_in_first_pipeline_stage=first,
-        num_layers_in_last_pipeline_stage=last if parallel.pp == 2 else None,
+        pipeline_model_parallel_layout=_stages(dims, parallel) if parallel.pp > 1 else None,
     )
+
+
+def _stages(dims: Dimensions, parallel: Parallel) -> list[list[str]]:
+    """What every chunk holds, in megatron-core's words (transformer/pipeline_parallel_layer_layout.py)."""
+    chunks = [["decoder"] * size for size in parallel.chunk_sizes(dims.layers)]
+    chunks[0] = ["embedding", *chunks[0]]
+    chunks[-1] = [*chunks[-1], *["mtp"] * dims.mtp, "loss"]
+    return chunks
+
+
+class GatedSelfAttention(SlicedGate, SelfAttention):  # type: ignore[misc]
+    """megatron-core's own, with its output gate put right."""
 
 
 class SlimeAttention(MegatronModule):  # type: ignore[misc]
@@ -228,7 +250,7 @@ def layer_spec(kind: str, moe: bool, dims: Dimensions, layout: CheckpointLayout,
     own_norm: Any = RMSNorm
     if kind == "attention":
         attention = ModuleSpec(
-            module=SelfAttention,
+            module=GatedSelfAttention,
             params={"attn_mask_type": AttnMaskType.causal},
             submodules=SelfAttentionSubmodules(
                 linear_qkv=ColumnParallelLinear,
@@ -277,28 +299,34 @@ def build(
         dims = replace(dims, mtp=0)
     check_sizes(dims, parallel)
     at = lay_out(parallel)
-    layers = parallel.layers_of(at.pp, dims.layers)
     config = transformer_config(args, dims, layout, parallel, dtype)
-    own = TransformerBlockSubmodules([layer_spec(dims.kinds[n], dims.moe[n], dims, layout, args) for n in layers], RMSNorm)
-    with running_on(device), torch.no_grad():
-        model = GPTModel(
-            config=config,
-            transformer_layer_spec=layers_by(spec, args, config, len(layers)) if spec else own,
-            vocab_size=dims.vocabulary,
-            max_sequence_length=dims.positions or 1 << 20,
-            pre_process=at.pp == 0,
-            post_process=at.pp == parallel.pp - 1,
-            share_embeddings_and_output_weights=dims.tied,
-            position_embedding_type=args.get("position_embedding_type") or "learned_absolute",
-            rotary_percent=float(args.get("rotary_percent", 1.0)),
-            rotary_base=int(args.get("rotary_base") or 10000),
-            mtp_block_spec=_mtp_spec(dims, layout, args) if dims.mtp and at.pp == parallel.pp - 1 else None,
-        )
-        model.to(device).eval()
-        model.requires_grad_(False)
-        for _, tensor in stored_tensors(model):
-            tensor.fill_(NAN)
-    candidate = Candidate(model, family, dims, layout, parallel, at, device, dtype, layers)
+    chunks = []
+    for number in range(parallel.vpp):
+        layers = parallel.layers_of(at.pp, dims.layers, number)
+        first, last = layers.start == 0, layers.stop == dims.layers
+        specs = [layer_spec(dims.kinds[n], dims.moe[n], dims, layout, args) for n in layers]
+        own = TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
+        with running_on(device), torch.no_grad():
+            model = GPTModel(
+                config=config,
+                transformer_layer_spec=layers_by(spec, args, config, len(layers), number if parallel.vpp > 1 else None) if spec else own,
+                vocab_size=dims.vocabulary,
+                max_sequence_length=dims.positions or 1 << 20,
+                pre_process=first,
+                post_process=last,
+                share_embeddings_and_output_weights=dims.tied,
+                position_embedding_type=args.get("position_embedding_type") or "learned_absolute",
+                rotary_percent=float(args.get("rotary_percent", 1.0)),
+                rotary_base=int(args.get("rotary_base") or 10000),
+                mtp_block_spec=_mtp_spec(dims, layout, args) if dims.mtp and last else None,
+                vp_stage=number if parallel.vpp > 1 else None,
+            )
+            model.to(device).eval()
+            model.requires_grad_(False)
+            for _, tensor in stored_tensors(model):
+                tensor.fill_(NAN)
+        chunks.append(Chunk(model, layers, first, last))
+    candidate = Candidate(tuple(chunks), family, dims, layout, parallel, at, device, dtype)
     candidate.taps = local_taps(candidate)
     return candidate
 
@@ -313,105 +341,16 @@ def _mtp_spec(dims: Dimensions, layout: CheckpointLayout, args: Mapping[str, Any
 
 
 def local_taps(candidate: Candidate) -> tuple[Tap, ...]:
-    """The family's taps that this stage has, with layers counted as the stage counts them."""
+    """The family's taps that this rank has, with layers counted as its chunks count them."""
+    ends = {"first": next((i for i, chunk in enumerate(candidate.chunks) if chunk.first), None)}
+    ends["last"] = next((i for i, chunk in enumerate(candidate.chunks) if chunk.last), None)
     found = []
     for tap in candidate.family.candidate_taps(candidate.dims, candidate.layout):
-        if tap.site.in_layer:
-            assert tap.site.layer is not None
-            if tap.site.layer not in candidate.layers:
-                continue
-            prefix = f"decoder.layers.{tap.site.layer}"
-            path = f"decoder.layers.{tap.site.layer - candidate.layers.start}{tap.path.removeprefix(prefix)}"
-            found.append(replace(tap, path=path))
-        elif candidate.first_stage if tap.site.module in ("tokens", "embedding") else candidate.last_stage:
-            found.append(tap)
+        if tap.site.layer in candidate.layers:
+            rest = tap.path.removeprefix(f"decoder.layers.{tap.site.layer}")
+            found.append(replace(tap, path=candidate.path(tap.site.layer) + rest))
+        elif not tap.site.in_layer:
+            number = ends["first" if tap.site.module in ("tokens", "embedding") else "last"]
+            if number is not None:
+                found.append(replace(tap, path=f"{number}.{tap.path}"))
     return tuple(found)
-
-
-@dataclass(frozen=True, slots=True)
-class LocalTensor:
-    """A view into this rank's parameters and the part of which global tensor on disk it is."""
-
-    key: str
-    view: torch.Tensor
-    global_shape: tuple[int, ...]
-    offset: tuple[int, ...]
-
-
-def local_tensors(candidate: Candidate) -> Iterator[LocalTensor]:
-    """megatron-core's own account of what each parameter is on disk; views, so writing to them writes the model."""
-    for entry in nested_values(candidate.model.sharded_state_dict(metadata={})):
-        shards = nested_values(entry.build()) if isinstance(entry, ShardedTensorFactory) else [entry]
-        for shard in shards:
-            if not isinstance(shard, ShardedTensor) or shard.data is None:
-                continue
-            # experts and layers are leading axes that the local tensor does not have
-            view = shard.data.reshape((1,) * shard.prepend_axis_num + tuple(shard.data.shape))
-            yield LocalTensor(shard.key, view, tuple(shard.global_shape), tuple(shard.global_offset))
-
-
-def fill(candidate: Candidate, made: Callable[[str], torch.Tensor | None], padded: tuple[str, ...] = ()) -> list[str]:
-    """Writes `made(key)` (a global tensor) into this rank's parameters; None leaves one alone.  Returns the keys written.
-
-    Rows that only pad the vocabulary (keys in `padded`) become zero.  Raises BisectError for a shape that does not fit.
-    """
-    written = []
-    with torch.no_grad():
-        for local in local_tensors(candidate):
-            whole = made(local.key)
-            if whole is None:
-                continue
-            if local.key in padded and whole.shape[0] < local.global_shape[0]:
-                whole = torch.cat([whole, whole.new_zeros(local.global_shape[0] - whole.shape[0], *whole.shape[1:])])
-            if tuple(whole.shape) != local.global_shape:
-                raise BisectError(f"{local.key}: the table makes {tuple(whole.shape)}, the model has {local.global_shape}")
-            part = whole[tuple(slice(start, start + size) for start, size in zip(local.offset, local.view.shape, strict=True))]
-            local.view.copy_(part)
-            written.append(local.key)
-    return written
-
-
-def unfilled(candidate: Candidate) -> list[str]:
-    """Parameters and kept buffers that nothing was loaded into (still NaN everywhere)."""
-    return [name for name, tensor in stored_tensors(candidate.model) if bool(tensor.isnan().all())]
-
-
-def stored_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Everything floating that a checkpoint holds by name: parameters, and buffers that are kept (the router's expert bias)."""
-    kept = set(model.state_dict(keep_vars=True))
-    yield from model.named_parameters()
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in kept and buffer.is_floating_point())
-
-
-def load(candidate: Candidate, directory: Path, renamed: Mapping[str, str]) -> list[str]:
-    """Loads a torch_dist checkpoint with megatron-core's own loader; `renamed` says which keys it keeps under another name.
-
-    A key that the checkpoint lacks stays NaN.  Returns those keys.
-    """
-    state = candidate.model.sharded_state_dict(metadata={})
-    for entry in nested_values(state):
-        if getattr(entry, "key", None) in renamed:
-            entry.key = renamed[entry.key]
-    with running_on(candidate.device), torch.no_grad():
-        values, missing, _ = dist_checkpointing.load(state, str(directory), strict=StrictHandling.RETURN_ALL)
-        candidate.model.load_state_dict({key: value for key, value in values.items() if isinstance(value, torch.Tensor)}, strict=False)
-    return sorted(map(str, missing))
-
-
-def save(candidate: Candidate, directory: Path, common: Mapping[str, Any]) -> None:
-    """Saves with megatron-core's own torch_dist writer; `common` goes to common.pt."""
-    with running_on(candidate.device), torch.no_grad():
-        state = candidate.model.sharded_state_dict(metadata={})
-        dist_checkpointing.save({**state, **common}, str(directory))
-
-
-def set_dtypes(candidate: Candidate, dtype_of: Callable[[str], torch.dtype | None]) -> None:
-    """Gives every parameter the dtype its tensor has on disk, so that a save rounds nothing."""
-    named = dict(candidate.model.named_parameters())
-    for name, entry in candidate.model.sharded_state_dict(metadata={}).items():
-        keys = [entry.key] if isinstance(entry, ShardedTensor) else []
-        if isinstance(entry, ShardedTensorFactory):
-            keys = [shard.key for shard in nested_values(entry.build()) if isinstance(shard, ShardedTensor)]
-        wanted = {dtype_of(key) for key in keys} - {None}
-        if len(wanted) == 1 and name in named:
-            named[name].data = named[name].data.to(wanted.pop())

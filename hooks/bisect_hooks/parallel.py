@@ -55,6 +55,8 @@ class Parallel:
             raise UsageError(f"--etp must be at least 1, not {self.etp}")
         if self.sp and self.tp == 1:
             raise UsageError("--sp needs --tp of at least 2", hint="drop --sp or raise --tp")
+        if self.vpp > 1 and self.pp == 1:
+            raise UsageError(f"--vpp {self.vpp} needs --pp of at least 2: one stage has nobody to take turns with")
         if self.pp_layers and len(self.pp_layers) != self.pp * self.vpp:
             raise UsageError(f"--pp-layers names {len(self.pp_layers)} stages, --pp {self.pp} x --vpp {self.vpp} has {self.pp * self.vpp}")
         if any(size < 1 for size in self.pp_layers):
@@ -97,13 +99,13 @@ class Parallel:
             ep=inside // self.expert_tp % self.ep,
         )
 
-    def layers_of(self, stage: int, layers: int) -> range:
-        """The global layers that pipeline stage `stage` holds.  Raises UsageError when the layers don't divide, or under VPP,
-        where a stage holds several runs of layers."""
-        if self.vpp > 1:
-            raise UsageError("--vpp above 1 is not run yet: this build drives pipeline stages by hand, one chunk a rank")
-        sizes = self.chunk_sizes(layers)
-        return range(sum(sizes[:stage]), sum(sizes[: stage + 1]))
+    def layers_of(self, stage: int, layers: int, chunk: int = 0) -> range:
+        """The global layers that model chunk `chunk` of pipeline stage `stage` holds (without VPP a stage has one).
+
+        Raises UsageError when the layers don't divide.
+        """
+        sizes, at = self.chunk_sizes(layers), chunk * self.pp + stage
+        return range(sum(sizes[:at]), sum(sizes[: at + 1]))
 
     def chunk_sizes(self, layers: int) -> tuple[int, ...]:
         """Layers of each model chunk, in layer order; chunk c lies on stage c mod pp."""

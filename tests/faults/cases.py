@@ -103,7 +103,28 @@ FORWARD_ONLY = [
             None, "run", LAYER_SLIME, pp=[1],
         ),),
     ),
+    Case(
+        "A01-slime-tp4", "slime", "one", ("A01",), "tp4", (*FORWARD, "--candidate-patch", "patch.py"),
+        (fault("parallel", FULL, "attention_gate", [], None, "run", tp=[1, 3]),),
+    ),
 ]  # fmt: skip
+
+BF16 = ("--dtype", "bf16")
+ROUNDED = [
+    Case(
+        "E01-slime-ep4-bf16", "slime", "ep4", ("E01",), "ep4", (*FORWARD, *BF16),
+        (fault("conversion", EVERY, "experts", ["fc1", "fc2"], "duplicate", "run", ep=[1, 2, 3]),),
+    ),
+    Case("A03-native-bf16", "native", "one", ("A03",), "one", (*FORWARD, *BF16), (fault("conversion", FULL, "attention", ["qkv"], "permutation", "run"),)),
+    Case("S04-slime-bf16", "slime", "one", ("S04",), "one", (*FORWARD, *BF16), (fault("model-definition", EVERY, "shared_expert_gate", [], "config", "run"),)),
+    Case("clean-native-tp2sp-bf16", "native", "tp2sp", (), "tp2sp", BF16, ()),
+]  # fmt: skip
+ROUNDED_WIDE = [
+    Case(f"clean-{layout}-{under}-bf16", layout, under, (), under, BF16, ())
+    for layout in ("slime", "native")
+    for under in ("one", "tp2sp", "pp2", "ep4", "tp4", "vpp2")
+    if (layout, under) != ("native", "tp2sp")
+]
 
 
 def both(layout: str, under: str) -> Case:
@@ -123,6 +144,11 @@ def both(layout: str, under: str) -> Case:
 UNDER = ("one", "tp2sp", "pp2", "ep4", "tp2ep2")
 BOTH = [both(layout, under) for layout in ("slime", "native") for under in UNDER]
 CLEAN = [Case(f"clean-{layout}-{under}", layout, under, (), under, (), ()) for layout in ("slime", "native") for under in UNDER]
+# each in one checkpoint layout, and in the other by `make drill`
+MORE = {"tp4": "slime", "pp3+5": "slime", "vpp2": "native", "tp2pp2": "slime", "etp2": "native"}
+CLEAN += [Case(f"clean-{layout}-{under}", layout, under, (), under, (), ()) for under, layout in MORE.items()]
+OTHER = {"slime": "native", "native": "slime"}
+CLEAN_WIDE = [Case(f"clean-{OTHER[layout]}-{under}", OTHER[layout], under, (), under, (), ()) for under, layout in MORE.items()]
 
 # Cells of fault x layout x checkpoint layout that can't exist, and why.
 CANNOT_EXIST = {

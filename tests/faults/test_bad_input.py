@@ -117,16 +117,15 @@ def test_bad_prompts_are_refused(text: str, said: str, tmp_path: Path, capsys: p
     ("flags", "said"),
     [
         (["--tp", "3"], "8 attention heads don't divide by --tp 3"),
-        (["--tp", "4"], "2 KV heads don't divide by --tp 4"),
         (["--ep", "5"], "16 experts don't divide by --ep 5"),
         (["--pp", "3"], "8 layers don't divide by --pp 3"),
         (["--pp", "2", "--pp-layers", "3,4"], "holds 7 layers"),
         (["--cp", "2"], "--cp above 1 needs Transformer Engine"),
-        (["--vpp", "2", "--pp", "2"], "--vpp above 1 is not run yet"),
+        (["--vpp", "2"], "--vpp 2 needs --pp of at least 2"),
+        (["--vpp", "3", "--pp", "2"], "8 layers don't divide by --pp 2 x --vpp 3"),
         (["--tp", "2", "--ep", "2"], "does not run with the alltoall dispatcher"),
         (["--sp"], "--sp needs --tp"),
         (["--stages", "weigths"], "unknown stage weigths"),
-        (["--dtype", "bf16"], "--dtype bf16 is not there yet"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from cases import BOTH, CANNOT_EXIST, CLEAN, FORWARD_ONLY, HOME, Case
+from cases import BOTH, CANNOT_EXIST, CLEAN, CLEAN_WIDE, FORWARD_ONLY, HOME, ROUNDED, ROUNDED_WIDE, Case
 from workshop import Workshop, judge, verdict_of
 
 pytestmark = pytest.mark.ranks
@@ -34,6 +34,13 @@ def test_each_fault_is_located_by_activations_alone(case: Case, workshop: Worksh
     check(case, workshop, tmp_path)
 
 
+@pytest.mark.parametrize(
+    "case", [*ROUNDED, *(pytest.param(case, marks=pytest.mark.wide) for case in ROUNDED_WIDE)], ids=lambda case: case.id
+)
+def test_in_bf16_a_fault_is_still_one_and_rounding_is_none(case: Case, workshop: Workshop, tmp_path: Path) -> None:
+    check(case, workshop, tmp_path)
+
+
 @pytest.mark.parametrize("case", BOTH, ids=lambda case: case.id)
 def test_an_expert_fault_and_a_linear_attention_fault_are_told_apart_in_every_layout(
     case: Case, workshop: Workshop, tmp_path: Path
@@ -41,11 +48,11 @@ def test_an_expert_fault_and_a_linear_attention_fault_are_told_apart_in_every_la
     check(case, workshop, tmp_path)
 
 
-@pytest.mark.parametrize("case", CLEAN, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [*CLEAN, *(pytest.param(case, marks=pytest.mark.wide) for case in CLEAN_WIDE)], ids=lambda case: case.id)
 def test_a_clean_checkpoint_agrees_in_every_layout(case: Case, workshop: Workshop, tmp_path: Path) -> None:
     check(case, workshop, tmp_path)
 
 
 def test_the_drill_stays_within_its_size_and_says_what_can_not_exist() -> None:
-    assert len(HOME) + len(FORWARD_ONLY) + len(BOTH) + len(CLEAN) <= 40
+    assert len(HOME) + len(FORWARD_ONLY) + len(BOTH) + len(CLEAN) + len(ROUNDED) <= 46
     assert all(CANNOT_EXIST.values())

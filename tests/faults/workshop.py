@@ -25,6 +25,11 @@ LAYOUTS = {
     "ep2": Parallel(ep=2),
     "ep4": Parallel(ep=4),
     "tp2ep2": Parallel(tp=2, ep=2, etp=1, sp=True),
+    "tp4": Parallel(tp=4, sp=True),
+    "pp3+5": Parallel(pp=2, pp_layers=(3, 5)),
+    "vpp2": Parallel(pp=2, vpp=2),
+    "tp2pp2": Parallel(tp=2, pp=2, sp=True),
+    "etp2": Parallel(tp=2, ep=2, sp=True, dispatcher="allgather"),
 }
 FLAGS = {
     "one": [],
@@ -33,6 +38,11 @@ FLAGS = {
     "ep2": ["--ep", "2"],
     "ep4": ["--ep", "4"],
     "tp2ep2": ["--tp", "2", "--ep", "2", "--etp", "1", "--sp"],
+    "tp4": ["--tp", "4", "--sp"],
+    "pp3+5": ["--pp", "2", "--pp-layers", "3,5"],
+    "vpp2": ["--pp", "2", "--vpp", "2"],
+    "tp2pp2": ["--tp", "2", "--pp", "2", "--sp"],
+    "etp2": ["--tp", "2", "--ep", "2", "--sp", "--dispatcher", "allgather"],
 }
 
 

@@ -128,17 +128,20 @@ class Attention:
         own, width = f"{layer}.self_attention", dims.head_width
         queries = dims.heads // dims.groups * width
         gate = f" gate:{queries}" if dims.output_gate else ""
-        packed = f"s b (g[tp] (q:{queries}{gate} k:{width} v:{width}))"
+        packed, keys = f"s b (g (q:{queries}{gate} k:{width} v:{width}))[tp]", f"s b n[tp:{dims.groups}] d"
         taps = [
             Tap(Site("input_norm", n), f"{layer}.input_layernorm", "s[sp] b h"),
             Tap(Site("attention", n, "qkv"), f"{own}.linear_qkv", packed, select=(0,)),
             Tap(Site("attention", n, "rope"), f"{own}.core_attention", "s b n[tp] d", "input", (0,), piece="q"),
-            Tap(Site("attention", n, "rope"), f"{own}.core_attention", "s b n[tp] d", "input", (1,), piece="k"),
+            Tap(Site("attention", n, "rope"), f"{own}.core_attention", keys, "input", (1,), piece="k"),
             Tap(Site("attention", n, "core"), f"{own}.core_attention", "s b f[tp]"),
             Tap(Site("attention", n, "out_proj"), f"{own}.linear_proj", "s[sp] b h", select=(0,)),
         ]
         if self.qk_norm:
-            taps += [Tap(Site("attention", n, f"{one}_norm"), f"{own}.{one}_layernorm", "s b n[tp] d") for one in "qk"]
+            taps += [
+                Tap(Site("attention", n, "q_norm"), f"{own}.q_layernorm", "s b n[tp] d"),
+                Tap(Site("attention", n, "k_norm"), f"{own}.k_layernorm", keys),
+            ]
         if self.output_gate:
             taps.append(Tap(Site("attention_gate", n), f"{own}.linear_proj", "s b f[tp]", "input", (0,)))
         return sorted(taps, key=lambda tap: tap.site)

@@ -1,0 +1,100 @@
+"""Rows and columns are judged by themselves: nothing hides in a mean, and a loud channel hides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from bisect_tool.noise import Noise, estimate, weigh
+
+EPS = 2.0**-9
+TOKENS, CHANNELS, LOUD = 63, 96, 17
+Edit = Callable[[torch.Tensor], None]
+
+
+def site(seed: int, tokens: int = TOKENS) -> torch.Tensor:
+    """Values whose channel 17 is a thousand times as loud as the rest."""
+    values = torch.randn(tokens, CHANNELS, generator=torch.Generator().manual_seed(seed))
+    values[:, LOUD] *= 1000
+    return values
+
+
+def again(values: torch.Tensor, seed: int) -> torch.Tensor:
+    """The same, with arithmetic noise of some units in the last place."""
+    return values * (1 + 2 * EPS * torch.randn(values.shape, generator=torch.Generator().manual_seed(seed)))
+
+
+def noise_of(values: torch.Tensor) -> Noise:
+    return estimate(values, [again(values, 100 + i) - values for i in range(4)], EPS)
+
+
+def worst(values: torch.Tensor, candidate: torch.Tensor, noise: Noise) -> tuple[float, str, int]:
+    found = max(weigh(values, candidate, noise), key=lambda one: one.ratio)
+    return found.ratio, found.kind, found.index
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 63, 64, 257])
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_is_no_fault(tokens: int, seed: int) -> None:
+    values = site(seed, tokens)
+    assert worst(values, again(values, 1000 + seed), noise_of(values))[0] < 1
+
+
+def change(rows: slice | int, columns: slice | int, factor: float) -> Edit:
+    def edit(candidate: torch.Tensor) -> None:
+        candidate[rows, columns] *= factor
+
+    return edit
+
+
+def swap(one: int, other: int) -> Edit:
+    def edit(candidate: torch.Tensor) -> None:
+        candidate[:, [one, other]] = candidate[:, [other, one]]
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("edit", "kind", "index"),
+    [
+        (change(slice(None), 40, 1.25), "column", 40),
+        (change(62, slice(0, 16), 0.0), "row", 62),
+        (change(62, slice(None), 1.3), "row", 62),
+        (swap(3, 4), "column", 3),
+        (change(slice(None), LOUD, 1.25), "column", LOUD),
+    ],
+    ids=["a channel", "a token", "all of a token", "two channels swapped", "the loud channel itself"],
+)
+def test_one_row_or_column_is_found_beside_a_channel_a_thousand_times_as_loud(edit: Edit, kind: str, index: int) -> None:
+    values = site(0)
+    candidate = again(values, 5)
+    edit(candidate)
+    ratio, found, at = worst(values, candidate, noise_of(values))
+    assert ratio > 1 and (found, at) in ((kind, index), (kind, index + 1))
+
+
+def test_a_scale_is_found_wherever_noise_is_finer_than_it() -> None:
+    values = site(0).double()
+    fine = [1e-7 * torch.randn(values.shape, generator=torch.Generator().manual_seed(i)).double() * values for i in range(4)]
+    noise = estimate(values, fine, 2.0**-24)
+    assert worst(values, values + fine[0], noise)[0] < 1
+    assert worst(values, values * 1.02, noise)[0] > 1000
+
+
+def test_rows_that_could_not_be_compared_say_nothing() -> None:
+    values = site(0)
+    deltas = [again(values, 100 + i) - values for i in range(4)]
+    deltas[0][5] = torch.nan
+    noise = estimate(values, deltas, EPS)
+    assert bool(noise.rows.isfinite().all() and noise.columns.isfinite().all())
+    nothing = estimate(values, [torch.full_like(values, torch.nan)], EPS)
+    assert (nothing.row, nothing.column) == (1.0, 1.0) and bool(nothing.columns.min() > 0)
+
+
+def test_where_every_evaluation_is_the_same_half_a_unit_in_the_last_place_is_left() -> None:
+    values = torch.ones(4, 6)
+    noise = estimate(values, [torch.zeros(4, 6)], EPS)
+    assert worst(values, values * (1 + EPS), noise)[0] < 1
+    assert worst(values, values * (1 + 100 * EPS), noise)[0] > 1
