@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test unit drill check lint types golden train gate bench clean
+.PHONY: help install run test unit drill check lint types golden train gate bench calibrate scoreboard clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -52,6 +52,12 @@ train: install  ## train the embedded model again (about 5 minutes), then regene
 
 bench: install  ## how much of its tolerance a clean run uses, and where the time goes
 	$(BIN)/python golden/bench.py
+
+calibrate: install  ## how far clean runs go, by statistic, and how many alarm: golden/calibration.json
+	$(BIN)/python golden/calibrate.py
+
+scoreboard: install  ## which faults are found, down to which severity: docs/scoreboard.md
+	$(BIN)/python golden/scoreboard.py
 
 clean:  ## remove .venv, caches and reports
 	rm -rf $(VENV) bisect-report .pytest_cache .mypy_cache .ruff_cache .hypothesis
