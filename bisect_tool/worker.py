@@ -116,6 +116,16 @@ class Rank:
 
         return mcore_weights.fill(self.here, tensor, PADDED)
 
+    def edit(self, key: str, rows: tuple[int, int] | None, factor: float | None) -> None:
+        """Multiplies rows (None: all) of a named tensor by `factor`, or turns its last dim round where that is None."""
+        with torch.no_grad():
+            for local in mcore_weights.local_tensors(self.here):
+                if local.key != key:
+                    continue
+                start, stop = rows or (0, local.global_shape[0])
+                part = local.view[max(start - local.offset[0], 0) : max(stop - local.offset[0], 0)]
+                part.copy_(part.flip(-1) if factor is None else part * factor)
+
     def record(self, rows: Batch, start: int, ids: torch.Tensor, graft: tuple[Path, list[str]] | None, out: Path) -> None:
         """One forward of `ids` [b s]; what this rank heard goes to `out`/rank<r>.safetensors by tap id.
 
