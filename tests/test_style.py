@@ -52,7 +52,7 @@ OFFERED = {
         *("--reference", "--spec", "--stages", "--strict"),
         *PARALLEL,
     ],
-    "taps": ["--candidate", "--reference"],
+    "taps": ["--candidate", "--fire", "--prompts", "--reference"],
 }
 
 
