@@ -119,6 +119,11 @@ class CandidateRun:
                 shutil.rmtree(scratch, ignore_errors=True)
         return said[0] if len(said) == 1 else _joined(said)
 
+    def fired(self) -> dict[str, int]:
+        """One forward: tap id → how often it fired, on the rank where it fired most."""
+        answers = self.world.call("fired", ids=self.fed(self.batch))
+        return {tap: max(answer.get(tap, 0) for answer in answers) for tap in {tap for answer in answers for tap in answer}}
+
     def probe(self, rows: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> dict[str, Gathered]:
         """Every expert of every MoE layer on the same rows: key → [e t f]."""
         answers = self.world.call("probe", rows=dict(rows))

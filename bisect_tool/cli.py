@@ -334,12 +334,18 @@ def import_command(form: str, path: Path, reference: Path, out: Path, given: Pat
 
 @cli.command()
 @reference_option
-@candidate_option
-def taps(reference: Path | None, candidate: Path | None) -> int:
-    """List sites, module paths on both sides, and layouts."""
+@click.option("--candidate", type=DIRECTORY, help="A checkpoint; without one both of the family's layouts are listed.")
+@click.option("--fire", is_flag=True, help="Run one short forward a side, and say which taps fired.")
+@click.option("--prompts", help="What --fire runs (default: a few token ids).")
+def taps(reference: Path | None, candidate: Path | None, fire: bool, prompts: str | None) -> int:
+    """List sites, module paths on both sides, layouts, and with --fire which of them are heard."""
+    if prompts is not None and not fire:
+        raise UsageError("--prompts is what --fire runs: give --fire too")
     from bisect_tool import golden, listing
 
-    click.echo(listing.taps(reference or golden.reference(), candidate or golden.candidate()))
+    if reference is None:
+        reference, candidate = golden.reference(), candidate or golden.candidate()
+    click.echo(listing.taps(reference, candidate, fire, prompts))
     return 0
 
 

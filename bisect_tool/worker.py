@@ -149,6 +149,10 @@ class Rank:
             tensors[f"dispatch|{layer}|{expert}|probs"] = probabilities
         save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, out / f"rank{dist.get_rank()}.safetensors")
 
+    def fired(self, ids: torch.Tensor) -> dict[str, int]:
+        """One forward of `ids` [b s]: tap id → how often it fired on this rank."""
+        return drive.fired(self.here, ids)
+
     def probe(self, rows: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """Every local expert of every local layer on the same rows: layer → (fc1 [e t f/etp], fc2 [e t h])."""
         candidate = self.here

@@ -54,7 +54,7 @@ OFFERED = {
         *("--reference", "--spec", "--stages", "--strict"),
         *PARALLEL,
     ],
-    "taps": ["--candidate", "--reference"],
+    "taps": ["--candidate", "--fire", "--prompts", "--reference"],
 }
 
 

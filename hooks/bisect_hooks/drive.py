@@ -39,6 +39,13 @@ def forward(candidate: Candidate, ids: torch.Tensor) -> torch.Tensor | None:
     return None
 
 
+def fired(candidate: Candidate, ids: torch.Tensor) -> dict[str, int]:
+    """One forward: how often each tap of this rank fired, by its id."""
+    with listening(candidate.model, candidate.taps, strict=False) as heard:
+        forward(candidate, ids)
+    return heard.times(candidate.taps)
+
+
 def record(candidate: Candidate, ids: torch.Tensor, taps: tuple[Tap, ...], graft: Graft) -> Heard:
     """One forward of this rank with its taps listening and its grafts in place."""
     where = f" on the candidate, rank {dist.get_rank()}"

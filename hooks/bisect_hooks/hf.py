@@ -81,6 +81,12 @@ class Reference:
         """Keys whose features are the hidden dimension: their layout calls it h."""
         return {key for tap in self.taps if re.search(r"\bh$", tap.layout) for key in tap.keys}
 
+    def fired(self, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, int]:
+        """One forward: how often each tap fired, by its id."""
+        with listening(self.model, self.taps, strict=False) as heard:
+            self.forward(ids, mask)
+        return heard.times(self.taps)
+
     def probe_experts(self, layer: int, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Every expert on the same rows [t h]: (fc1 [e t 2f], activation [e t f], fc2 [e t h]), with the module's own weights."""
         experts = find(self.model, f"model.layers.{layer}.mlp.experts")

@@ -88,6 +88,10 @@ class Heard:
     def one(self, tap: Tap) -> torch.Tensor:
         return self.tensors[tap.id][0]
 
+    def times(self, taps: tuple[Tap, ...]) -> dict[str, int]:
+        """tap id → how often it fired."""
+        return {tap.id: len(self.tensors.get(tap.id, ())) for tap in taps}
+
 
 @dataclass(frozen=True, slots=True)
 class Graft:
@@ -114,14 +118,21 @@ NO_GRAFT = Graft({}, Coordinates(0, 0, 0, 0, 0), {}, Parallel())
 
 @contextmanager
 def listening(
-    root: torch.nn.Module, taps: tuple[Tap, ...], graft: Graft = NO_GRAFT, *, where: str = "", record: bool = True, first: bool = False
+    root: torch.nn.Module,
+    taps: tuple[Tap, ...],
+    graft: Graft = NO_GRAFT,
+    *,
+    where: str = "",
+    record: bool = True,
+    first: bool = False,
+    strict: bool = True,
 ) -> Iterator[Heard]:
     """Records every tap of `taps` while the block runs (nothing but grafts when `record` is False).
 
     first  somebody else's process, which may run any number of forwards: keep what is heard first, and ask for nothing
 
     A grafted tap records what the model itself made, then hands on the graft.  Raises UsageError for a path that names nothing,
-    BisectError when a tap did not fire exactly once; `where` (side and rank) goes into the message.
+    BisectError when a tap did not fire exactly once (`strict`); `where` (side and rank) goes into the message.
     """
     ids = [tap.id for tap in taps]
     if len(ids) != len(set(ids)):
@@ -148,7 +159,7 @@ def listening(
                 _wrap_method(stack, root, tap, hear)
         _wrap_functions(stack, root, [tap for tap in taps if tap.at == "function"], hear)
         yield heard
-    if first:
+    if first or not strict:
         return
     wrong = [f"{tap.site} at {tap.path} ({fired[tap.id]} times)" for tap in taps if fired[tap.id] != 1]
     if wrong:
