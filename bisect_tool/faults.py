@@ -52,7 +52,11 @@ class Proof:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong at one site.  made: the weight table's name of the tensor, where it is one"""
+    """One thing that is wrong at one site.
+
+    made        the weight table's name of the tensor, where it is one
+    candidates  the classes it may be of, where cls is None
+    """
 
     cls: str | None
     site: Site
@@ -68,6 +72,7 @@ class Finding:
     shows_at: str | None = None
     minor: bool = False
     made: str = ""
+    candidates: tuple[str, ...] = ("conversion", "model-definition", "parallel")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +125,7 @@ class Fault:
             "next": first.next,
         }
         if first.cls is None:
-            page["class_candidates"] = ["conversion", "model-definition", "parallel"]
+            page["class_candidates"] = list(first.candidates)
         return page
 
 
