@@ -221,6 +221,38 @@ def config_command(reference: Path, out: Path, given: tuple[str, ...], **evidenc
     return _judge(config_stage.run_config(config_stage.Evidence(reference, given=values, command=_command(), **evidence)), out)
 
 
+@cli.command("rollout")
+@click.argument("more", nargs=-1, type=DIRECTORY, metavar="[FILE]...")
+@click.option("--reference", type=DIRECTORY, required=True, help="Hugging Face directory.")
+@click.option(
+    "--rollout", "rollouts", multiple=True, type=DIRECTORY, metavar="FILE...", help="Dumps of slime, miles or verl, or JSONL lines."
+)
+@click.option(
+    "--train", multiple=True, type=DIRECTORY, metavar="FILE", help="The trainer's dump of the same rollouts (--save-debug-train-data)."
+)
+@click.option("--server", metavar="URL", help="A running engine (SGLang, vLLM) that scores the same ids in one pass.")
+@click.option("--hashes", multiple=True, type=DIRECTORY, metavar="FILE", help="What an engine holds, by digest (docs/engine-hash.md).")
+@click.option("--export", type=DIRECTORY, help="Hugging Face directory that was sent to the engine, where it is not the reference.")
+@click.option("--received", type=DIRECTORY, metavar="FILE", help="Names that the sync supplied: a listing or a log.")
+@click.option("--consumed", type=DIRECTORY, metavar="FILE", help="Names that the engine took: a listing or a log.")
+@click.option("--samples", type=click.IntRange(min=1), metavar="N", help="Score only N responses, spread evenly.")
+@click.option("--strict", is_flag=True, help="Minor findings count as faults.")
+@out_option
+def rollout_command(more: tuple[Path, ...], rollouts: tuple[Path, ...], out: Path, **evidence: Any) -> int:
+    """The engine stage alone: what the rollout engine said, and what it holds, against the reference.
+
+    Give any of --rollout, --hashes, and --received with --consumed.  Dumps are read, never executed.
+    """
+    if more and not rollouts:
+        raise UsageError(f"{more[0]} is no option", hint="files go behind --rollout")
+    _start(out)
+    from bisect_tool.rollouts.evidence import Evidence
+    from bisect_tool.rollouts.stage import run_rollout
+
+    given = Evidence(rollouts=(*rollouts, *more), command=_command(), progress=Progress(), **evidence)
+    return _judge(run_rollout(given), out)
+
+
 @cli.command()
 @click.option("--reference", type=DIRECTORY, required=True, help="Hugging Face directory.")
 @click.option("--out", type=DIRECTORY, required=True, help="Where the checkpoint goes (empty or new).")

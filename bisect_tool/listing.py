@@ -101,10 +101,11 @@ def hashes(directory: Path) -> Iterator[str]:
     """name  shape  dtype  digest of the bytes, for a Hugging Face directory or a torch_dist checkpoint."""
     tensors = open_hf(directory).tensors() if (directory / "config.json").is_file() else open_checkpoint(directory).all()
     for name, tensor in tensors:
-        yield f"{name}  {list(tensor.shape)}  {str(tensor.dtype).removeprefix('torch.')}  {_digest(tensor)}"
+        yield f"{name}  {list(tensor.shape)}  {str(tensor.dtype).removeprefix('torch.')}  {digest(tensor)}"
 
 
-def _digest(tensor: torch.Tensor) -> str:
+def digest(tensor: torch.Tensor) -> str:
+    """What `hash` writes of a tensor: 128 bits of the blake2b of its bytes."""
     return hashlib.blake2b(bits(tensor).numpy().tobytes(), digest_size=16).hexdigest()
 
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 WIDTH = 118
+# what the engine stage was given
+ENGINE = ("rollout", "train", "server", "hashes", "received", "consumed")
 
 
 def render(page: Mapping[str, Any]) -> str:
@@ -37,7 +39,7 @@ def _sides(page: Mapping[str, Any]) -> list[str]:
             + (f"  megatron-core {versions['megatron-core']}" if "megatron-core" in versions else "")
             + f"  {come.get('layout') or ''}  {sizes}".rstrip()
         )
-    lines += [f"{name:<10} {come[name]}" for name in ("launch", "export") if come.get(name)]
+    lines += [f"{name:<10} {come[name]}" for name in ("launch", "export", *ENGINE) if come.get(name)]
     if come.get("prompts"):
         lines.append(f"prompts    {come['prompts']}" + (f"  {asked}" if asked else ""))
     return lines

@@ -48,6 +48,10 @@ OFFERED = {
     "plant": ["--candidate", "--list", "--out", "fault", *PARALLEL],
     "record": ["--candidate", "--input-key", "--out", "--prompts", "--reference", "--side", "--spec", *PARALLEL],
     "report": ["--format", "directory"],
+    "rollout": [
+        *("--consumed", "--export", "--hashes", "--out", "--received", "--reference", "--rollout", "--samples", "--server", "--strict"),
+        *("--train", "more"),
+    ],
     "run": [
         *("--all-stages", "--candidate", "--candidate-patch", "--device", "--dtype", "--export", "--input-key", "--launch", "--out"),
         "--prompts",

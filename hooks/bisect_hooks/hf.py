@@ -199,8 +199,16 @@ class Tokenizer:
             raise UsageError(f"messages need a chat template: {first_line(error)}") from error
         return [int(token) for token in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
 
+    def plain(self, text: str) -> list[int]:
+        """Text as it stands, with no special token put before or behind it."""
+        return [int(token) for token in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
+
     def text(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids))
+
+    @property
+    def begin(self) -> int | None:
+        return self.tokenizer.bos_token_id  # type: ignore[no-any-return]
 
     @property
     def end(self) -> int | None:

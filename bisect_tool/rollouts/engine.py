@@ -1,0 +1,403 @@
+"""The judgement of responses: which log-probs are compared with which, what explains a disagreement, and the faults that leaves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from bisect_hooks.hf import Reference
+from bisect_hooks.parallel import Parallel
+from bisect_hooks.site import Site
+
+from bisect_tool.faults import Fault, Finding, Proof, Relation
+from bisect_tool.judge import Tolerance
+from bisect_tool.measure import Difference, measure
+from bisect_tool.rollouts import definitions, judging, patterns, simulate
+from bisect_tool.rollouts.judging import Said
+from bisect_tool.rollouts.patterns import Measured
+from bisect_tool.rollouts.sample import Sample
+from bisect_tool.rollouts.scoring import Scored, score
+from bisect_tool.shards import Shard, shard_of
+
+HEAD = Site("lm_head")
+# responses, and tokens of them, that a simulation is tried on
+TRIED, TRIED_TOKENS = 4, 1024
+# simulations that are left after the first response
+FINALISTS = 4
+# what stands for a log-prob that is no number: further off than any number gets
+NO_NUMBER = 100.0
+
+
+@dataclass
+class Judged:
+    """Faults and everything worth saying."""
+
+    faults: list[Fault] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    skipped: list[tuple[str, str]] = field(default_factory=list)
+    probes: list[str] = field(default_factory=list)
+    tokens: int = 0
+    open: list[str] = field(default_factory=list)
+
+
+class Bench:
+    """The responses, the reference's view of them, and one method a question."""
+
+    def __init__(
+        self, samples: Sequence[Sample], scored: Sequence[Scored], reference: Reference, rerun: Callable[[str], str],
+        text: Callable[[list[int]], str], weights_equal: bool,
+    ) -> None:  # fmt: skip
+        self.samples, self.scored, self.reference, self.rerun, self.text = samples, scored, reference, rerun, text
+        self.weights_equal = weights_equal
+        self.said = [judging.sides_of(sample, view) for sample, view in zip(samples, scored, strict=True)]
+        self.found = Judged()
+        self.lowest = min((sample.age for sample in samples), default=(0, ""))
+
+    def judge(self) -> Judged:
+        """All questions, in the order in which an answer makes the next one simpler."""
+        self._capture()
+        numbered = [i for i, each in enumerate(self.said) if self._has_logs(i)]
+        compared = [i for i in numbered if not self.samples[i].mixed]
+        self._say_mixed(numbered)
+        definition = self._definition([i for i in compared if self._is_base(i)])
+        differences = [self._difference(i, definition) for i in compared]
+        self.found.tokens = sum(int(one.isfinite().sum()) for one in differences)
+        by_logs = patterns.by_logs([self.samples[i] for i in compared], differences)
+        by_text = patterns.by_text(self.samples, self.scored)
+        measured = self._held_to_text(compared, by_logs, by_text)
+        rest = [by_text[i] for i in range(len(self.samples)) if i not in compared]
+        self._sampling(compared, measured, by_text)
+        self._patterns([*measured, *rest], [*compared, *(i for i in range(len(self.samples)) if i not in compared)])
+        self._quiet(compared, measured)
+        self._say_rest(compared, measured, by_text)
+        return self.found
+
+    def _has_logs(self, i: int) -> bool:
+        sample = self.samples[i]
+        return any(one is not None for one in sample.decode) or any(one is not None for one in sample.prefill[sample.start :])
+
+    def _is_base(self, i: int) -> bool:
+        """Whether it was made with the weights that training began from, as far as the dump says."""
+        sample = self.samples[i]
+        return sample.rollout == 0 if sample.rollout is not None else sample.age == self.lowest
+
+    def _to_trainer(self, i: int) -> bool:
+        """Whether training has moved the weights and the trainer said what it makes of them."""
+        return not self._is_base(i) and bool(self.said[i].trained.isfinite().any())
+
+    def _difference(self, i: int, definition: definitions.Definition | None) -> torch.Tensor:
+        """Engine - what it should say [n].  Later weights are held against the trainer's log-probs where there are any."""
+        sample, each = self.samples[i], self.said[i]
+        engine = each.side(each.best)
+        if self._to_trainer(i):
+            other = each.trained
+        else:
+            other = each.reference if definition is None else definitions.expected(definition, sample, self.scored[i])
+            other = torch.where(other.isfinite(), other, each.reference) if definition is not None else other
+        difference = engine - other
+        values = sample.decode if each.best == "decode" else sample.prefill[sample.start :]
+        broken = torch.tensor([value is not None and not math.isfinite(value) for value in values])
+        return torch.where(broken, torch.full_like(difference, NO_NUMBER), difference)
+
+    def _capture(self) -> None:
+        """Prompt log-probs that are garbage where the prefix came from a cache, while everything computed is right."""
+        bad, total, responses = [], 0, []
+        worst: tuple[torch.Tensor, torch.Tensor] | None = None
+        for sample, view, each in zip(self.samples, self.scored, self.said, strict=True):
+            head = sample.prefill[1 : sample.start]
+            if not any(one is not None for one in head):
+                continue
+            said = torch.tensor([math.nan if one is None else one for one in head], dtype=torch.float64)
+            given = torch.tensor([one is not None for one in head])
+            off = given & ((said - view.logs[1 : sample.start]).abs() > patterns.APART) | given & ~said.isfinite()
+            total += int(given.sum())
+            positions = [k + 1 for k in torch.nonzero(off)[:, 0].tolist()]
+            engine = each.side(each.best) - each.reference
+            engine = engine[engine.isfinite()]
+            right = not len(engine) or float(engine.abs().mean()) < patterns.MOST
+            inside = sample.cached is None or all(k < sample.cached for k in positions)
+            enough = len(positions) * 3 > len(head) or (positions and sample.cached)
+            if enough and right and inside:
+                bad += positions
+                responses.append(sample)
+                worst = worst or (view.logs[1 : sample.start][off], said[off])
+        if not responses or worst is None:
+            return
+        cached = any(sample.cached for sample in responses)
+        where = "inside the cached prefix" if cached else "in the prompt"
+        detail = {
+            "positions": sorted(set(bad))[:32],
+            "wrong": len(bad),
+            "of": total,
+            "cached": max((sample.cached or 0) for sample in responses),
+        }
+        text = (
+            f"Capture fault: the engine's prompt log-probs are garbage {where} ({len(bad)} of {total} positions, in {len(responses)} responses), "
+            "while what it computes behind them is right: those rows were never written."
+        )  # fmt: skip
+        self._add(
+            "capture", HEAD, ("reference", "engine"), Relation("unknown", detail), text,
+            "Ask for prompt log-probs with the prefix cache off (vllm#42245); nothing else here needs mending.", measure(worst[0], worst[1]), whole=True,
+        )  # fmt: skip
+        self.found.notes.append("cleared: weights and computation (log-probs of the responses agree with the reference)")
+
+    def _definition(self, base: Sequence[int]) -> definitions.Definition | None:
+        samples, scored = [self.samples[i] for i in base], [self.scored[i] for i in base]
+        found = definitions.pool(samples, scored, lambda sample: sample.decode or sample.prefill[sample.start :])
+        one = definitions.define(found) if found is not None else None
+        if one is None or found is None:
+            return None
+        expected = [definitions.expected(one, self.samples[i], self.scored[i]) for i in base]
+        trained = torch.cat([self.said[i].trained - other for i, other in zip(base, expected, strict=True)])
+        trained = trained[trained.isfinite()]
+        text, do = SENTENCES[one.kind](one)
+        if len(trained) and float(trained.abs().mean()) <= definitions.LEFT:
+            self.found.notes.append(f"{text}; the trainer's do the same, so the two are of one definition and this is no fault")
+            return one
+        proof = Proof(
+            f"score the reference so: {text}; mean distance in nats a token",
+            one.before,
+            one.after,
+            f"plainly scored, it stays {one.before:.3g}",
+        )
+        site = Site("tokens") if one.kind in ("rows", "labels") else HEAD
+        kind = {"temperature": "scale", "rows": "shifted-tokens", "labels": "shifted-tokens"}.get(one.kind, "config")
+        self._add(
+            "rollout-config", site, ("reference", "engine"), Relation(kind, one.detail), f"Rollout-config fault: the engine's log-probs are {text}.", do,
+            measure(found.reference, found.engine), proof=proof,
+        )  # fmt: skip
+        self.found.notes.append(f"cleared: weights (by that definition engine and reference are {one.after:.2g} nats a token apart)")
+        return one
+
+    def _held_to_text(self, compared: Sequence[int], by_logs: Sequence[Measured], by_text: Sequence[Measured]) -> list[Measured]:
+        """Later weights may differ because they were trained: without the trainer's word only garbling or a sudden jump is a fault."""
+        means: dict[tuple[int, str], list[float]] = {}
+        for i, one in zip(compared, by_logs, strict=True):
+            means.setdefault(self.samples[i].age, []).append(one.apart)
+        level = {age: sum(values) / len(values) for age, values in means.items()}
+        kept, moved = [], 0
+        for i, one in zip(compared, by_logs, strict=True):
+            age = self.samples[i].age
+            before = level.get((age[0] - 1, age[1]))
+            sudden = before is not None and before <= patterns.MOST and level[age] > patterns.APART
+            if one.bad and not self._is_base(i) and not len(self.samples[i].trained) and not by_text[i].bad and not sudden:
+                moved += 1
+                one = Measured(one.sample, one.signal, one.apart)
+            kept.append(one)
+        if moved:
+            self.found.open.append(
+                f"{moved} responses of trained weights leave the reference and are not garbled: training explains that, and so would a bad sync; "
+                f"{self.rerun('--train TRAIN_DUMP')} decides it, or --reference with the export of that iteration"
+            )
+        return kept
+
+    def _sampling(self, compared: Sequence[int], measured: Sequence[Measured], by_text: Sequence[Measured]) -> None:
+        """Log-probs that agree on a text that nobody would draw: the sampler, not the model."""
+        odd = [i for i, one in zip(compared, measured, strict=True) if not one.bad and by_text[i].bad and self._is_base(i)]
+        if len(odd) * 2 <= len(compared):
+            return
+        surprise = sum(by_text[i].apart for i in odd) / len(odd)
+        text = (
+            f"Rollout-config fault: engine and reference give the same log-probs, and {len(odd)} of {len(compared)} responses surprise both by "
+            f"{surprise:.2g} nats a token more than text drawn at temperature 1: tokens are not drawn from these log-probs."
+        )
+        reference = torch.cat([self.said[i].reference for i in odd])
+        self._add(
+            "rollout-config", HEAD, ("reference", "engine"), Relation("config", {"flag": "sampling", "surprise": surprise, "expected": 0.0}), text,
+            "Look at temperature, top_p, top_k, min_p and penalties of the rollout.", measure(reference, reference),
+        )  # fmt: skip
+
+    def _patterns(self, measured: Sequence[Measured], order: Sequence[int]) -> None:
+        seen = patterns.pattern(measured)
+        if seen is None:
+            return
+        bad = [(i, one) for i, one in zip(order, measured, strict=True) if one.bad]
+        explained = self._simulated([i for i, one in bad if not one.text]) if seen.kind in ("every", "decode") else None
+        said = [self.said[i] for i, _ in bad]
+        engine = torch.cat([each.side(each.best) for each in said])
+        reference = torch.cat([each.reference for each in said])
+        both = engine.isfinite()
+        difference = measure(reference[both], engine[both]) if bool(both.any()) else None
+        broken = sum(
+            value is not None and not math.isfinite(value) for i, _ in bad for value in (*self.samples[i].decode, *self.samples[i].prefill)
+        )
+        first = min(one.first or 0 for _, one in bad)
+        sizes = sum(one.apart for _, one in bad) / len(bad)
+        what = (
+            f"{broken} of its log-probs are no number" if broken
+            else f"{sizes:.2g} nats a token more surprising than the reference's own text" if bad[0][1].text else f"{sizes:.2g} nats a token from the reference"
+        )  # fmt: skip
+        loops = sum(patterns.repeats(self.samples[i].tokens[self.samples[i].start :]) > 0.5 for i, _ in bad)
+        looped = f"; {loops} of them are loops" if loops else ""
+        if explained is not None:
+            self._placed(explained, difference, len(bad), what)
+            return
+        blamed = judging.blame(judging.table(said), seen, self.weights_equal, all(self._to_trainer(i) for i, _ in bad), self.rerun)
+        relation = Relation("nan" if broken else "unknown", {"seen": seen.kind, "first_token": first, **seen.detail})
+        cls = f"{blamed.cls.capitalize()} fault" if blamed.cls else "Fault of open class"
+        text = f"{cls}: {len(bad)} of {len(measured)} responses are {what}, {seen.said}{looped}; {blamed.why}."
+        self._add(blamed.cls, HEAD, blamed.between, relation, text, blamed.next, difference, whole=True, candidates=blamed.candidates)
+        self.found.notes += blamed.cleared
+
+    def _quiet(self, compared: Sequence[int], measured: Sequence[Measured]) -> None:
+        """More than engines usually are apart, and not enough to be a fault: is it one that is known, and small here?"""
+        base = [(i, one) for i, one in zip(compared, measured, strict=True) if self._is_base(i) and not one.bad]
+        signal = torch.cat([one.signal for _, one in base]) if base else torch.zeros(1)
+        if self.found.faults or float(signal.mean()) <= patterns.USUAL:
+            return
+        explained = self._simulated([i for i, _ in base])
+        if explained is not None:
+            engine = torch.cat([self.said[i].side(self.said[i].best) for i, _ in base])
+            reference = torch.cat([self.said[i].reference for i, _ in base])
+            both = engine.isfinite()
+            self._placed(
+                explained, measure(reference[both], engine[both]), len(base), f"{float(signal.mean()):.2g} nats a token from the reference"
+            )
+
+    def _placed(self, found: simulate.Explained, difference: Difference | None, bad: int, what: str) -> None:
+        one = found.simulation
+        proof = Proof(
+            f"do it to the reference: {one.said}; mean distance from the engine in nats a token", found.before, found.after,
+            f"the next best, '{found.other.said}', leaves {found.other_after:.2g}",
+        )  # fmt: skip
+        text = f"Rollout fault: {bad} responses are {what}, because {one.said}."
+        findings = tuple(
+            self._finding("rollout", site, ("reference", "engine"), Relation(one.kind, one.detail), text, one.next, difference, proof)
+            for site in one.sites
+        )
+        self.found.faults.append(Fault(findings))
+        self.found.notes.append(f"{judging.CONVERSION} (the reference's own weights, computed so, give the engine's log-probs)")
+
+    def _simulated(self, bad: Sequence[int]) -> simulate.Explained | None:
+        """Tries every simulation on the shortest of the bad responses, and the best of them on a few more."""
+        chosen: list[int] = []
+        for i in sorted(bad, key=lambda i: len(self.samples[i].tokens)):
+            if len(chosen) < TRIED and sum(len(self.samples[k].tokens) for k in (*chosen, i)) <= TRIED_TOKENS:
+                chosen.append(i)
+        engine = {i: self.said[i].side(self.said[i].best) for i in chosen}
+        if not chosen or not all(bool(one.isfinite().any()) for one in engine.values()):
+            return None
+
+        def distance(one: simulate.Simulation | None, some: Sequence[int]) -> float:
+            logs = [self.said[i].reference if one is None else self._done(one, self.samples[i]) for i in some]
+            apart = torch.cat([engine[i] - other for i, other in zip(some, logs, strict=True)])
+            return float(apart[apart.isfinite()].abs().mean())
+
+        every = simulate.simulations(self.reference.model, self.reference.taps, self.reference.dims)
+        best = sorted(every, key=lambda one: distance(one, chosen[:1]))[:FINALISTS]
+        return simulate.explain([(one, distance(one, chosen)) for one in best], distance(None, chosen))
+
+    def _done(self, one: simulate.Simulation, sample: Sample) -> torch.Tensor:
+        """The reference's log-probs of a response with a fault in it."""
+        with one.on(self.reference.model, sample.start):
+            return score(self.reference, [sample], self.reference.dims.vocabulary)[0].logs[sample.start :]
+
+    def _say_mixed(self, numbered: Sequence[int]) -> None:
+        mixed = [i for i in numbered if self.samples[i].mixed]
+        if mixed:
+            versions = sorted({version for i in mixed for version in self.samples[i].versions})
+            self.found.skipped.append(
+                (
+                    f"log-probs of {len(mixed)} responses",
+                    f"mixed: weights were updated while they were generated (versions {', '.join(versions)}); their text was judged",
+                )
+            )
+
+    def _say_rest(self, compared: Sequence[int], measured: Sequence[Measured], by_text: Sequence[Measured]) -> None:
+        good = [i for i, one in zip(compared, measured, strict=True) if not one.bad]
+        if good and not any(fault.first.cls == "rollout-config" for fault in self.found.faults):
+            distance = sum(float(one.signal.sum()) for one in measured if not one.bad)
+            tokens = sum(self.samples[i].length for i in good)
+            mean = distance / max(1, tokens)
+            self.found.notes.append(judging.noise_note(mean, tokens))
+            if patterns.MOST < mean and not self.found.faults:
+                self.found.open.append(
+                    f"{mean:.2g} nats a token is more than engines that are right show and too little to be called a fault; "
+                    f"{self.rerun('--train TRAIN_DUMP')} tells whose it is, or --hashes whether the engine holds the right weights"
+                )
+        rows = judging.table(self.said)
+        if len(rows) > 1:
+            words = [f"{judging.WORDS[a]} - {judging.WORDS[b]} {value:.3g}" for (a, b), value in rows.items()]
+            self.found.probes.append(f"mean distance in nats a token: {', '.join(words)}")
+        order = {i: one for i, one in zip(compared, measured, strict=True)}
+        every = [order.get(i, by_text[i]) for i in range(len(self.samples))]
+        self.found.probes += judging.worst_tokens(every, self.said, self.text)
+        entropy = torch.cat([view.entropy[sample.start :] for sample, view in zip(self.samples, self.scored, strict=True)]).mean()
+        surprise = -torch.cat([each.reference for each in self.said]).mean()
+        loops = [patterns.repeats(sample.tokens[sample.start :]) for sample in self.samples]
+        self.found.probes.append(
+            f"to the reference the text is {float(surprise):.3g} nats a token, its own at temperature 1 would be {float(entropy):.3g}; "
+            f"{sum(one > 0.5 for one in loops)} of {len(loops)} responses are more than half a loop"
+        )
+        silent = [i for i in range(len(self.samples)) if not self._has_logs(i)]
+        if silent:
+            self.found.open.append(
+                f"{len(silent)} of {len(self.samples)} responses have no log-probs of the engine: their text alone was judged, which shows garbling and no "
+                f"small drift; {self.rerun('--server URL')} would score them (verl: actor_rollout_ref.rollout.calculate_log_probs=True)"
+            )
+
+    def _add(
+        self, cls: str | None, site: Site, between: tuple[str, str], relation: Relation, text: str, do: str, difference: Difference | None,
+        *, proof: Proof | None = None, whole: bool = False, candidates: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
+        finding = self._finding(cls, site, between, relation, text, do, difference, proof, candidates)
+        self.found.faults.append(Fault((finding,), whole))
+
+    def _finding(
+        self, cls: str | None, site: Site, between: tuple[str, str], relation: Relation, text: str, do: str, difference: Difference | None,
+        proof: Proof | None = None, candidates: tuple[str, ...] = (),
+    ) -> Finding:  # fmt: skip
+        return Finding(
+            cls, site, nowhere(site, self.reference.dims.layers), ((), ()), difference, tolerance(self.said), relation, proof, text, do, between,
+            shows_at=None if site == HEAD else "lm_head", candidates=candidates or ("conversion", "model-definition", "parallel"),
+        )  # fmt: skip
+
+
+def nowhere(site: Site, layers: int) -> Shard:
+    """No rank: nothing in the evidence says."""
+    return shard_of(site, Parallel(), "unknown", layers)
+
+
+def tolerance(said: Sequence[Said]) -> Tolerance:
+    """What is allowed, in the report's measure: nats a token over the size of the reference's log-probs."""
+    logs = torch.cat([each.reference for each in said])
+    size = float(logs.square().mean().sqrt())
+    return Tolerance(
+        patterns.ALL_APART / size if size else math.inf, f"{patterns.ALL_APART:g} nats a token; bf16 engines are 0.01 to {patterns.USUAL:g}"
+    )
+
+
+def _temperature(one: definitions.Definition) -> tuple[str, str]:
+    if not one.value:
+        return "all 0: scored at temperature 0", "Score at the temperature that was sampled at, or at 1 on both sides (slime#2085)."
+    return (
+        f"those of the reference's logits divided by {one.value:g} (temperature {one.value:g})",
+        "Use one temperature on both sides: engines give log-probs behind it, trainers must divide by it too (slime#557); --train shows whether yours does.",
+    )
+
+
+def _truncated(one: definitions.Definition) -> tuple[str, str]:
+    name = one.kind
+    also = f" at temperature {one.temperature:g}" if one.temperature != 1 else ""
+    value = f"{one.value:g}" if one.between is None else f"{one.value:g} ({one.between[0]:g} to {one.between[1]:g} fit as well)"
+    return (
+        f"renormalised over what {name} {value} keeps{also}: never below the reference's",
+        f"Ask the engine for log-probs before {name}, or sample without it (trl#6789).",
+    )
+
+
+SENTENCES: dict[str, Callable[[definitions.Definition], tuple[str, str]]] = {
+    "temperature": _temperature,
+    "top_p": _truncated,
+    "top_k": _truncated,
+    "rows": lambda one: (
+        f"those of the token one {'earlier' if one.value < 0 else 'later'}: the row is off by one",
+        "Cut the engine's log-probs where the response begins: logits at position t belong to token t + 1.",
+    ),
+    "labels": lambda one: (
+        f"those of each distribution for the {'previous' if one.value < 0 else 'next'} token: labels are off by one",
+        "Gather logits at position t with the label at t + 1.",
+    ),
+}

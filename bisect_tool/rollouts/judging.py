@@ -1,0 +1,185 @@
+"""From numbers to a verdict: whose log-probs agree with whose, which class that leaves, and what would decide where it can't be told."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from bisect_tool.rollouts.patterns import ALL_APART, MOST, USUAL, Measured, Pattern
+from bisect_tool.rollouts.sample import Sample
+from bisect_tool.rollouts.scoring import Scored
+
+SIDES = ("decode", "prefill", "trained")
+WORDS = {"decode": "engine decode", "prefill": "engine prefill", "trained": "trainer", "reference": "reference"}
+SERVE = "serve the original checkpoint with the same engine flags, and rollout --server URL"
+
+
+@dataclass(frozen=True)
+class Said:
+    """Every side's log-probs of one response's tokens [n], NaN where it said nothing."""
+
+    decode: torch.Tensor
+    prefill: torch.Tensor
+    trained: torch.Tensor
+    reference: torch.Tensor
+
+    @property
+    def best(self) -> str:
+        """The side that stands for the engine: what it said while it generated, else what it says in one pass."""
+        return "decode" if bool(self.decode.isfinite().any()) or not bool(self.prefill.isfinite().any()) else "prefill"
+
+    def side(self, name: str) -> torch.Tensor:
+        found: torch.Tensor = getattr(self, name)
+        return found
+
+    def apart(self, one: str, other: str) -> torch.Tensor:
+        return self.side(one) - self.side(other)
+
+
+def sides_of(sample: Sample, view: Scored) -> Said:
+    """The four of a sample."""
+
+    def row(values: Sequence[float | None]) -> torch.Tensor:
+        padded = values if values else [None] * sample.length
+        return torch.tensor([math.nan if value is None else value for value in padded], dtype=torch.float64)
+
+    return Said(row(sample.decode), row(sample.prefill[sample.start :]), row(sample.trained), view.logs[sample.start :])
+
+
+def mean_apart(said: Sequence[Said], one: str, other: str) -> float | None:
+    """Mean distance in nats a token over all that both sides said; None where that is nothing."""
+    both = torch.cat([each.apart(one, other) for each in said]) if said else torch.empty(0)
+    both = both[both.isfinite()]
+    return float(both.abs().mean()) if len(both) else None
+
+
+def table(said: Sequence[Said]) -> dict[tuple[str, str], float]:
+    """Mean distances between all sides that said something."""
+    names = (*SIDES, "reference")
+    found = {}
+    for i, one in enumerate(names):
+        for other in names[i + 1 :]:
+            value = mean_apart(said, one, other)
+            if value is not None:
+                found[one, other] = value
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Blame:
+    """The class of a disagreement, why, what it clears, and what would decide when cls is None."""
+
+    cls: str | None
+    between: tuple[str, str]
+    why: str
+    cleared: tuple[str, ...] = ()
+    candidates: tuple[str, ...] = ()
+    next: str = ""
+
+
+CONVERSION = "cleared: the conversion"
+
+
+def blame(
+    found: Mapping[tuple[str, str], float], seen: Pattern, weights_equal: bool, to_trainer: bool, rerun: Callable[[str], str]
+) -> Blame:
+    """Who is at fault, from the distances on the bad responses and from what those have in common.
+
+    to_trainer: they were held against the trainer alone, because training has moved the weights
+    rerun: flags → the command that was run, with those flags added
+    """
+    near = ("reference", "engine")
+
+    def is_near(one: str, other: str) -> bool | None:
+        value = found.get((one, other))
+        return None if value is None else value < ALL_APART / 2
+
+    if is_near("decode", "prefill") is False and is_near("prefill", "reference"):
+        return Blame(
+            "rollout", near, "the engine disagrees with itself: its decode leaves the reference, its own prefill of the same ids does not",
+            (f"{CONVERSION} (prefill and decode use the same weights, and prefill agrees with the reference)",),
+            next="Look at what decode alone uses: recurrent state, KV cache, speculation, CUDA graphs (NeMo-RL#2100).",
+        )  # fmt: skip
+    if to_trainer:
+        return Blame(
+            "rollout", ("candidate", "engine"), "the trainer gives other log-probs for the same ids with the weights that were sent",
+            next=f"Does the engine hold what was sent? {rerun('--hashes ENGINE_HASHES --export EXPORT_DIR')} (docs/engine-hash.md).",
+        )  # fmt: skip
+    if is_near("trained", "reference"):
+        return Blame(
+            "rollout", near, "the trainer's log-probs of the same ids agree with the reference, the engine's do not",
+            (f"{CONVERSION} (the trainer computes with the converted weights)",),
+            next=f"Does the engine hold what was sent? {rerun('--hashes ENGINE_HASHES')} (docs/engine-hash.md), else {SERVE}.",
+        )  # fmt: skip
+    if is_near("trained", "reference") is False and (is_near("decode", "trained") or is_near("prefill", "trained")):
+        return Blame(
+            None, ("reference", "candidate"), "trainer and engine agree with each other and not with the reference: both have the wrong model",
+            ("cleared: the engine (it computes what the trainer computes)",), ("conversion", "model-definition", "parallel"),
+            next="bisect-tool audit --reference DIR --candidate MEGATRON_DIR decides it.",
+        )  # fmt: skip
+    reasons = {
+        "engine": "all engines were sent the same weights, and only some are wrong",
+        "sync": "the first weights that went through the same conversion and sync were right",
+        "draft": "prefill and plain decode are right with the same weights",
+        "cache": "the same weights are right without a cached prefix",
+        "length": "wrong weights would be wrong from the first token on",
+        "decode": "wrong weights would be wrong in the first token too",
+        "some": "wrong weights would be wrong in every response",
+    }
+    if seen.kind in reasons:
+        return Blame("rollout", near, reasons[seen.kind], (f"{CONVERSION} ({reasons[seen.kind]})",), next=NEXT[seen.kind])
+    if weights_equal:
+        return Blame(
+            "rollout", near, "the engine holds the weights that it should, byte by byte, so it computes something else with them",
+            (f"{CONVERSION} (the engine's weights are the reference's)",), next=f"Look at the engine's flags and version; {SERVE}.",
+        )  # fmt: skip
+    return Blame(
+        None, near, "nothing in this evidence tells the weights from the engine", candidates=("conversion", "rollout"),
+        next=f"{rerun('--train TRAIN_DUMP')} decides it (slime and miles: --save-debug-train-data), or: {SERVE}.",
+    )  # fmt: skip
+
+
+NEXT = {
+    "engine": "Restart that engine, and list the weights of two engines (docs/engine-hash.md): bisect-tool rollout --hashes shows which bucket differs.",
+    "sync": "List the engine's weights before and after that sync (docs/engine-hash.md, --hashes); keep the engine's version in mind (slime#2091).",
+    "draft": "Run once without speculation; look at which state slot the step after an accepted draft reads (vllm#39273).",
+    "cache": "Run once with the prefix cache off, and flush it on every weight update (NeMo-RL#4018).",
+    "length": "Look at the engine's context length, rope scaling and chunked prefill.",
+    "decode": "Look at the recurrent state and KV cache of decode; run once with eager kernels.",
+    "some": "Score the same ids in one pass (--server URL): if prefill is right, decode is at fault (NeMo-RL#2100).",
+}
+
+
+def noise_note(distance: float, tokens: int) -> str:
+    """What the distance on good responses means."""
+    said = f"engine and reference are {distance:.3g} nats a token apart over {tokens} tokens"
+    if distance <= USUAL:
+        return f"{said}: as bf16 engines are (0.01 to {USUAL:g})"
+    if distance <= MOST:
+        return (
+            f"{said}: more than usual (0.01 to {USUAL:g}), spread over all responses and without a first bad token; seen when tensor parallelism "
+            "crosses nodes (vime#64), so name the engine's TP size and nodes before suspecting weights"
+        )
+    return f"{said}: above anything seen of engines that are right ({MOST:g})"
+
+
+def worst_tokens(measured: Sequence[Measured], said: Sequence[Said], text: Callable[[list[int]], str], most: int = 3) -> list[str]:
+    """The worst responses, each with its worst token and the text around it."""
+    order = sorted(range(len(measured)), key=lambda i: measured[i].apart, reverse=True)
+    lines = []
+    for i in order[:most]:
+        one, each = measured[i], said[i]
+        k = int(one.signal.argmax())
+        at = one.sample.start + k
+        around = text(list(one.sample.tokens[max(0, at - 8) : at])), text([one.sample.tokens[at]])
+        engine = each.side(each.best)[k]
+        numbers = f"reference {float(each.reference[k]):.3g}" + (f", engine {float(engine):.3g}" if bool(engine.isfinite()) else "")
+        since = f", bad from token {one.first} on" if one.first is not None else ""
+        kind = "more surprising than its own text" if one.text else "apart"
+        lines.append(
+            f"{one.sample.where}: {one.apart:.3g} nats a token {kind}{since}; worst at token {k}, {around[1]!r} after {around[0]!r}: {numbers}"
+        )
+    return lines

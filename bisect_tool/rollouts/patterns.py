@@ -1,0 +1,197 @@
+"""Where it is wrong: which responses, from which token on, and what those have in common that the others lack.
+
+A response is measured by the mean distance in nats between the engine's log-probs and the reference's, its largest token left out (one
+flipped expert moves one token by nats and means nothing); where the engine gave no log-probs, by how much more surprising the text is
+to the reference than what it would have said itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from bisect_tool.rollouts.sample import Sample
+from bisect_tool.rollouts.scoring import Scored
+
+# nats a token of bf16 engines that are right: usual, and the most that was seen (cross-node tensor parallelism, vime#64)
+USUAL, MOST = 0.03, 0.2
+# one response is apart when it is this far off, and this many times as far as the better ones are
+APART, TIMES = 0.25, 5.0
+# responses that are bad and responses that are good are two kinds only when this factor lies between them
+BETWEEN = 3.0
+# all of them are, when their mean is this far off
+ALL_APART = 0.3
+# a text is garbled when it surprises the reference by this many nats a token more than its own text would, and by that many deviations
+SURPRISE, DEVIATIONS = 1.0, 6.0
+WINDOW = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One response.  signal [n]: nats by token; apart: its mean without the largest; first: its first bad token, in the response"""
+
+    sample: Sample
+    signal: torch.Tensor
+    apart: float
+    bad: bool = False
+    first: int | None = None
+    text: bool = False
+
+    @property
+    def position(self) -> int:
+        """Where the first bad token stands in the whole row."""
+        return self.sample.start + (self.first or 0)
+
+
+def by_logs(samples: Sequence[Sample], differences: Sequence[torch.Tensor]) -> list[Measured]:
+    """Responses by their log-probs.  differences [n]: engine - reference, NaN where nothing was said"""
+    signals = [difference.abs().nan_to_num(0.0) for difference in differences]
+    apart = [_without_largest(signal[difference.isfinite()]) for signal, difference in zip(signals, differences, strict=True)]
+    usual = sorted(apart)[len(apart) // 4] if apart else 0.0
+    together = sum(float(signal.sum()) for signal in signals) / max(1, sum(int(one.isfinite().sum()) for one in differences))
+    everywhere = together > ALL_APART and usual > USUAL
+    bound = USUAL if everywhere else max(APART, TIMES * usual)
+    return [
+        Measured(sample, signal, far, far > bound, _first(signal, 2 * APART) if far > bound else None)
+        for sample, signal, far in zip(samples, signals, apart, strict=True)
+    ]
+
+
+def by_text(samples: Sequence[Sample], scored: Sequence[Scored]) -> list[Measured]:
+    """Responses by their text: -log p of each token against the entropy of the distribution it should have been drawn from."""
+    found = []
+    for sample, view in zip(samples, scored, strict=True):
+        own = slice(sample.start, None)
+        signal = -view.logs[own] - view.entropy[own]
+        mean = float(signal.mean())
+        deviation = math.sqrt(float(view.spread[own].sum())) / len(signal)
+        bad = mean > SURPRISE and mean > DEVIATIONS * deviation
+        found.append(Measured(sample, signal.clamp(min=0), mean, bad, _first(signal, 3 * SURPRISE) if bad else None, text=True))
+    return found
+
+
+def _without_largest(values: torch.Tensor) -> float:
+    if not len(values):
+        return 0.0
+    return float(values.mean()) if len(values) < 4 else float((values.sum() - values.max()) / (len(values) - 1))
+
+
+def _first(signal: torch.Tensor, bound: float) -> int:
+    """The first token that is bad and not alone: a third of what follows in a window is at least half as bad."""
+    for k in torch.nonzero(signal > bound)[:, 0].tolist():
+        window = signal[k : k + WINDOW]
+        if int((window > bound / 2).sum()) * 3 >= len(window):
+            return int(k)
+    return int(signal.argmax())
+
+
+def repeats(tokens: Sequence[int]) -> float:
+    """How much of a response is a loop: the share of its tokens that continue a copy of what stood up to 32 tokens before."""
+    best = 0
+    for period in range(1, min(33, len(tokens) // 3 + 1)):
+        best = max(best, sum(tokens[i] == tokens[i - period] for i in range(period, len(tokens))))
+    return best / max(1, len(tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """What the bad responses have in common.  kind: the rule · said: in words · detail: as data"""
+
+    kind: str
+    said: str
+    detail: dict[str, object]
+
+
+def pattern(measured: Sequence[Measured]) -> Pattern | None:
+    """The rule that parts bad responses from good ones; None when nothing is bad."""
+    bad = [one for one in measured if one.bad]
+    good = [one for one in measured if not one.bad]
+    if not bad:
+        return None
+    for rule in (_by_engine, _by_age, _by_draft, _by_cache, _by_position, _by_decode):
+        found = rule(bad, good)
+        if found is not None:
+            return found
+    if good and min(one.apart for one in bad) > BETWEEN * max(one.apart for one in good):
+        return Pattern("some", "and nothing in the dump tells them from the others", {"wrong": len(bad), "of": len(measured)})
+    return Pattern("every", "from the first tokens on", {"wrong": len(bad), "of": len(measured)})
+
+
+def _by_engine(bad: Sequence[Measured], good: Sequence[Measured]) -> Pattern | None:
+    names = _parted(bad, good, lambda one: one.sample.engine or None)
+    return Pattern("engine", f"only on engine {', '.join(names)}", {"engines": names}) if names else None
+
+
+def _by_age(bad: Sequence[Measured], good: Sequence[Measured]) -> Pattern | None:
+    """Good at first, bad from some weights on."""
+    ages = sorted({one.sample.age for one in (*bad, *good)})
+    late = {one.sample.age for one in bad}
+    early = {one.sample.age for one in good}
+    if len(ages) < 2 or not early or min(late) <= min(early) or not all(age < min(late) for age in early if age not in late):
+        return None
+    after = [one for one in (*bad, *good) if one.sample.age >= min(late)]
+    if sum(one.bad for one in after) * 5 < len(after) * 4:
+        return None
+    first = min(bad, key=lambda one: one.sample.age).sample
+    numbered = bool(first.versions) and first.versions[0].isdecimal()
+    what = f"weight version {first.versions[0]}" if numbered else f"rollout {first.rollout}"
+    return Pattern("sync", f"good at first, bad from {what} on", {"from": first.age[0], "by": "weight version" if numbered else "rollout"})
+
+
+def _by_draft(bad: Sequence[Measured], good: Sequence[Measured]) -> Pattern | None:
+    """Only behind a token that a draft proposed."""
+    if not all(one.sample.drafted is not None for one in bad):
+        return None
+    starts = [_first_draft(one.sample) for one in bad]
+    if any(start is None or one.first is None or one.first <= start for start, one in zip(starts, bad, strict=True)):
+        return None
+    if any(one.sample.drafted is not None and any(one.sample.drafted[:-WINDOW]) for one in good):
+        return None
+    return Pattern("draft", "right until a draft is accepted, wrong after it", {"accepted_before": True})
+
+
+def _first_draft(sample: Sample) -> int | None:
+    return next((i for i, drafted in enumerate(sample.drafted or ()) if drafted), None)
+
+
+def _by_cache(bad: Sequence[Measured], good: Sequence[Measured]) -> Pattern | None:
+    names = _parted(bad, good, lambda one: None if one.sample.cached is None else "cached" if one.sample.cached else "fresh")
+    return Pattern("cache", "only behind a prefix that came from the cache", {"cached": True}) if names == ["cached"] else None
+
+
+def _parted(bad: Sequence[Measured], good: Sequence[Measured], key: Callable[[Measured], str | None]) -> list[str] | None:
+    """Values of a key that bad responses have (four in five of those are bad) and good ones lack; None where it does not part them."""
+    named = [key(one) for one in (*bad, *good)]
+    if None in named or len(set(named)) < 2:
+        return None
+    guilty = {key(one) for one in bad}
+    inside = [one for one in (*bad, *good) if key(one) in guilty]
+    if guilty == set(named) or len(bad) * 5 < len(inside) * 4:
+        return None
+    return sorted(str(one) for one in guilty)
+
+
+def _by_position(bad: Sequence[Measured], good: Sequence[Measured]) -> Pattern | None:
+    """Right up to some length of the whole row, and wrong beyond it, whatever the prompt."""
+    first = sorted(one.position for one in bad)
+    beyond = first[0]
+    spread = first[-1] - beyond
+    starts = {one.sample.start for one in bad}
+    if len(bad) < 3 or min(one.first or 0 for one in bad) < WINDOW or spread > WINDOW or (len(starts) < 2 and not good):
+        return None
+    if any(len(one.sample.tokens) > beyond + 2 * WINDOW for one in good):
+        return None
+    return Pattern("length", f"right up to position {beyond - 1}, wrong from {beyond} on", {"position": beyond})
+
+
+def _by_decode(bad: Sequence[Measured], good: Sequence[Measured]) -> Pattern | None:
+    """The first token, which prefill made, is right; what decode makes is not."""
+    if len(bad) < 4 or bad[0].text or sum(float(one.signal[0]) < MOST for one in bad) * 20 < len(bad) * 19:
+        return None
+    others = [float(one.signal[1 : 1 + WINDOW].mean()) for one in bad if len(one.signal) > 1]
+    if not others or sorted(others)[len(others) // 2] < APART:
+        return None
+    return Pattern("decode", "the first token of each, which comes out of prefill, is right; what decode adds is not", {"path": "decode"})
