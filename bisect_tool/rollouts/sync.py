@@ -266,7 +266,7 @@ def compare_names(received: Sequence[str], consumed: Sequence[str], sent: Sent, 
     left: Counter[str] = Counter()
     for raw in received:
         name = canonical(raw)
-        why = sent.family.left_out(name) if not name.startswith("mtp.") else None
+        why = sent.family.left_out(name, dims) if not name.startswith("mtp.") else None
         if why is not None:
             left[why] += 1
             continue

@@ -41,7 +41,7 @@ def forward(candidate: Candidate, ids: torch.Tensor) -> torch.Tensor | None:
 
 def fired(candidate: Candidate, ids: torch.Tensor) -> dict[str, int]:
     """One forward: how often each tap of this rank fired, by its id."""
-    with listening(candidate.model, candidate.taps, strict=False) as heard:
+    with listening(candidate.models, candidate.taps, strict=False) as heard:
         forward(candidate, ids)
     return heard.times(candidate.taps)
 
