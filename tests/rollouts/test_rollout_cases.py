@@ -351,13 +351,14 @@ def test_a_mixed_sample_is_said_to_be_so_and_is_no_mismatch(engine: Engine, rows
 def test_trained_weights_are_not_a_fault_and_the_trainer_decides(engine: Engine, rows: list[Row], tmp_path: Path) -> None:
     def move(name: str, data: torch.Tensor) -> torch.Tensor | None:
         noise = torch.randn(data.shape, generator=torch.Generator().manual_seed(len(name)))
-        return data + 0.25 * data.std() * noise if "mlp.experts" in name else None
+        return data + 1.1 * data.std() * noise if "mlp.experts" in name else None
 
     trained = rewritten(move)
     later = engine.generate(fault=trained, seed=9)
     dump = slime_dump(tmp_path / "7.pt", later, 7, weight_versions=["8"])
     code, page = judged(tmp_path / "open", "--rollout", slime_dump(tmp_path / "0.pt", rows), dump)
-    assert (code, page["faults"]) in ((125, []), (0, []))
+    assert (code, page["faults"]) == (125, [])
+    assert "training explains that, and so would a bad sync" in said(page)
     train = train_dump(tmp_path / "train.pt", later, [engine.score(row.tokens, trained)[row.start :] for row in later])
     code, page = judged(tmp_path / "decided", "--rollout", tmp_path / "0.pt", dump, "--train", train)
     assert (code, page["faults"]) == (0, [])
@@ -370,3 +371,24 @@ def test_an_engine_that_leaves_the_trainer_later_on_is_a_fault_between_the_two(e
     train = train_dump(tmp_path / "train.pt", later, [engine.score(row.tokens, moved)[row.start :] for row in later])
     code, page = judged(tmp_path / "out", "--rollout", dump, "--train", train)
     assert (code, verdict(page)) == (1, [fault("rollout", None, "unknown") | {"between": ["candidate", "engine"]}])
+
+
+def test_a_text_that_brings_its_own_bos_is_not_given_another(rows: list[Row], tmp_path: Path) -> None:
+    """slime's prompts are rendered already: the template's BOS is the only one."""
+    made = [replace(row, text=f"<bos>{row.text}") for row in rows[:3]]
+    code, page = judged(tmp_path / "out", "--rollout", slime_dump(tmp_path / "0.pt", made))
+    assert (code, page["faults"]) == (0, [])
+    assert "cleared: tokenisation and template" in said(page)
+
+
+# What rows of the catalogue ask for and saved rollouts and listings can't carry, and why.
+CANNOT_BE_CARRIED = {
+    "the layer of G10, G11, W05, W10": "a state is in every layer at once: log-probs say decode, draft or cache; the layer needs engine activations",
+    "W08's layer and KV head": "no simulation makes it, so it is of open class here; an engine's activations of layer 3 show it",
+    "W02 by log-probs": "without rotation the embedded model moves by 0.023 nats, less than a bf16 engine's noise; its buffer's digest shows it (test_sync)",
+    "G05": "an FP8 engine's scales are its own bytes: no digest of a Hugging Face directory is theirs",
+    "T06": "replayed router ids are the trainer's activations, not what an engine said",
+    "L07": "a crash of Megatron's inference: there is no rollout",
+    "E03's init noise as such": "a digest says other bytes, not which distribution; the names that were never consumed say why",
+    "the shards of E02, S02, S03": "a dump does not say which rank spoke: the relation's detail has the EP or TP size that fits",
+}
