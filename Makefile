@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test unit drill check lint types golden train gate bench real calibrate scoreboard clean
+.PHONY: help install run test unit drill check lint types golden train gate bench real calibrate scoreboard bench-audit drill-397b drill-kill clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -50,8 +50,18 @@ train: install  ## train the embedded model again (about 5 minutes), then regene
 	$(BIN)/python golden/train.py
 	$(BIN)/python golden/make.py
 
+bench-audit: install  ## speed and memory of the audit, as ratios, each with its bound
+	$(BIN)/python golden/bench_audit.py
+
+drill-397b: install  ## the audit on the 397B geometry: 805 GB a side as sparse files, E01 among 512 experts (needs 16 GB of disk)
+	$(BIN)/python golden/drill_397b.py
+
+drill-kill: install  ## kill an audit at 50 places, and run it again
+	KILLS=25 $(BIN)/python -m pytest tests/test_restart.py
+
 bench: install  ## how much of its tolerance a clean run uses, and where the time goes
 	$(BIN)/python golden/bench.py
+	$(BIN)/python golden/bench_audit.py
 
 real: install  ## real weights: SmolLM2-135M clean in three layouts, then five planted faults (95 MB, 8 GB of memory, about 10 minutes)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt gguf accelerate

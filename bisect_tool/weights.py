@@ -382,10 +382,11 @@ def run_weights(
 
 def inputs_of(sides: Sides) -> dict[str, Any]:
     """What a journal belongs to: the files as they are now, the flags, this version."""
-    folders = [path for path in (sides.reference, sides.candidate, sides.export) if path is not None]
+    folders = {"reference": sides.reference, "candidate": sides.candidate, "export": sides.export}
     files = {
-        str(file): (file.stat().st_size, file.stat().st_mtime_ns)
-        for folder in folders
+        f"{side} {file}": (file.stat().st_size, file.stat().st_mtime_ns)
+        for side, folder in folders.items()
+        if folder is not None
         for file in sorted(folder.resolve().rglob("*"))
         if file.is_file()
     }
