@@ -47,6 +47,7 @@ def judged(reference: Path, candidate: Path) -> dict[str, Any]:
 
 
 @pytest.mark.ranks
+@pytest.mark.wide
 def test_every_site_of_one_rank_is_there_and_the_inputs_with_it(one_rank: Path) -> None:
     with opened(one_rank) as recording:
         come = recording.provenance
@@ -69,6 +70,7 @@ def test_every_site_of_one_rank_is_there_and_the_inputs_with_it(one_rank: Path) 
 
 
 @pytest.mark.ranks
+@pytest.mark.wide
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
 def test_ranks_say_together_what_one_rank_says(tp: int, pp: int, one_rank: Path, tmp_path: Path) -> None:
     found = judged(one_rank, run(tmp_path / "recording", tp, pp))
@@ -78,6 +80,7 @@ def test_ranks_say_together_what_one_rank_says(tp: int, pp: int, one_rank: Path,
 
 
 @pytest.mark.ranks
+@pytest.mark.wide
 def test_a_rank_whose_query_rows_are_wrong_is_named(one_rank: Path, tmp_path: Path) -> None:
     found = judged(one_rank, run(tmp_path / "recording", 2, fault="decoder.layers.0.self_attention.linear_qkv.weight"))
     assert (found["first"]["site"], found["first"]["shard"]["tp"]) == ("layers.0.attention.qkv", [1])

@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+from bisect_hooks.parallel import Parallel
 
 from bisect_tool.crew import Crew, Journal, Work
 from bisect_tool.planting import plant
@@ -186,22 +187,20 @@ def test_ranks_share_the_work_and_one_of_them_reports(pair: Pair, tmp_path: Path
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("rank", [0, 1])
-def test_the_death_of_a_rank_ends_the_others_with_an_error(rank: int, pair: Pair, tmp_path: Path) -> None:
+def test_the_death_of_a_rank_ends_the_others_with_an_error(pair: Pair, tmp_path: Path) -> None:
     out = tmp_path / "out"
     process, everyone = start(torchrun(pair, out)), list[psutil.Process]()
 
     def over() -> bool:
         if not everyone and all(written(out, one) for one in (0, 1)):
             everyone.extend(psutil.Process(process.pid).children(recursive=True))
-            next(one for one in everyone if one.environ().get("RANK") == str(rank)).kill()
+            next(one for one in everyone if one.environ().get("RANK") == "1").kill()
         return process.poll() is not None
 
     ending(process, over)
     assert process.returncode not in (0, 125)
     assert not (out / "report.json").exists()
     assert not psutil.wait_procs(everyone, timeout=SOON)[1]
-    assert finish(pair, out, 1)[1] == pair.page
 
 
 def torchrun(pair: Pair, out: Path) -> list[str]:
@@ -237,8 +236,6 @@ def test_a_journal_of_something_else_is_dropped(header: str, tmp_path: Path) -> 
 
 
 def test_a_journal_belongs_to_files_flags_and_version(pair: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from bisect_hooks.parallel import Parallel
-
     shutil.copytree(GOOD, tmp_path / "candidate")
     sides = Sides(pair.reference, tmp_path / "candidate")
     own = inputs_of(sides)

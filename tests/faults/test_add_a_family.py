@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from workshop import ROOT
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.wide]
 PAGE = (ROOT / "docs/add-a-family.md").read_text()
 STEPS = re.findall(r"(?:`([\w./]+)`:\n\n)?```(\w+(?: install)?)\n(.*?)```", PAGE, flags=re.DOTALL)
 

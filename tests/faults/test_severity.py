@@ -19,7 +19,7 @@ from bisect_tool.hf_directory import open_hf
 from bisect_tool.prompts import Batch
 from bisect_tool.reference import load_reference, record_reference
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.wide]
 BATCH = Batch(((1, 20, 21, 13), tuple(range(3, 70))))
 LAYER = "decoder.layers.3"
 

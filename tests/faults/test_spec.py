@@ -15,7 +15,7 @@ from workshop import Workshop, judge, verdict_of
 from bisect_tool.__main__ import run
 from bisect_tool.ranks import WORLDS
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.wide]
 
 
 @pytest.fixture(scope="module")

@@ -85,6 +85,14 @@ def after_training(layout: str) -> Edit:
     return edit
 
 
+def after_the_step(workshop: Workshop, layout: str, written: str) -> Path:
+    """A conversion as it is after the step, made once."""
+    key = ("trained", layout, written)
+    if key not in workshop.made:
+        workshop.made[key] = edited(workshop.good(layout, written), workshop.folder / "-".join(key), after_training(layout))
+    return workshop.made[key]
+
+
 def given_back(name: str) -> Edit:
     """One tensor as it was before the training."""
     return lambda work: put(work, name, made_of(reference(), "slime")[name])
@@ -131,9 +139,7 @@ def test_the_step_is_a_small_one() -> None:
 
 @pytest.mark.parametrize(("layout", "written"), [("slime", "ep4"), ("native", "one"), ("native", "tp2sp"), ("slime", "pp2")])
 def test_training_is_no_fault_and_can_not_be_compared(layout: str, written: str, workshop: Workshop, tmp_path: Path) -> None:
-    check_trained(
-        audit(tmp_path / "report", "--candidate", edited(workshop.good(layout, written), tmp_path / "now", after_training(layout)))
-    )
+    check_trained(audit(tmp_path / "report", "--candidate", after_the_step(workshop, layout, written)))
 
 
 ON_TOP: dict[str, tuple[str, str, Edit, dict[str, Any]]] = {
@@ -174,12 +180,12 @@ ON_TOP: dict[str, tuple[str, str, Edit, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", ON_TOP)
 def test_training_hides_no_fault(name: str, workshop: Workshop, tmp_path: Path) -> None:
     layout, written, fault, verdict = ON_TOP[name]
-    faulty = edited(workshop.good(layout, written), tmp_path / "faulty", after_training(layout), fault)
+    faulty = edited(after_the_step(workshop, layout, written), tmp_path / "faulty", fault)
     check_trained(audit(tmp_path / "report", "--candidate", faulty), verdict)
 
 
 def test_a_candidate_and_the_export_of_the_same_iteration_agree(workshop: Workshop, tmp_path: Path) -> None:
-    candidate = edited(workshop.good("native", "tp2sp"), tmp_path / "candidate", after_training("native"))
+    candidate = after_the_step(workshop, "native", "tp2sp")
     found = audit(tmp_path / "report", "--candidate", candidate, "--export", exported(tmp_path / "export", as_trained, one_by_one))
     check_trained(found)
     assert all("reference-candidate" in note for note in found.stage["notes"] if "not compared: " in note)
@@ -200,7 +206,7 @@ def test_an_export_that_kept_what_the_reference_held_is_stale(
     export = exported(tmp_path / "export", as_trained, edit)
     expected = found_on_top(EVERY if module == "experts" else [], module, parts, "stale", {"of": "reference"})
     if beside:
-        candidate = edited(workshop.good("slime", "one"), tmp_path / "candidate", after_training("slime"))
+        candidate = after_the_step(workshop, "slime", "one")
         check_trained(
             audit(tmp_path / "report", "--candidate", candidate, "--export", export), expected | {"between": ["candidate", "export"]}
         )

@@ -130,7 +130,7 @@ NORMS: tuple[tuple[list[int], str, list[str]], ...] = (
 )
 FP8 = {"through": "float8_e4m3fn, one scale a block of 128"}
 # plates that go into every other cell: each conversion once, and both layouts
-HALF = {4: 0, 5: 1}
+HALF = {3: 0, 4: 0, 5: 1}
 
 CASES = [
     # 1. routed experts
