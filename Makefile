@@ -29,7 +29,7 @@ unit: install  ## tests that start no ranks
 	$(BIN)/python -m pytest -m "not ranks"
 
 drill: install  ## planted faults in every layout and every family, and nothing else
-	$(BIN)/python -m pytest tests/faults
+	$(BIN)/python -m pytest -m "ranks or wide"
 
 check: lint types test  ## what CI runs: lint, types, tests
 

@@ -28,6 +28,8 @@ from engine_room import (
     verdict,
 )
 
+pytestmark = pytest.mark.wide
+
 EVERY, LINEAR, FULL = [0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 4, 5, 6], [3, 7]
 PAIR = ["reference", "engine"]
 

@@ -12,6 +12,8 @@ from stand_in import Answers, serving
 from bisect_tool.__main__ import run
 from bisect_tool.rollouts import server
 
+pytestmark = pytest.mark.wide
+
 KINDS = ["sglang", "vllm", "openai"]
 
 
