@@ -6,10 +6,12 @@ seeds say how much of the noise the worst site uses; alarms are counted on other
 
 from __future__ import annotations
 
+import itertools
 import json
+import shlex
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,50 +91,61 @@ def used(one: Judged) -> dict[str, float]:
     return {"whole": one.whole} | {extreme.kind: extreme.ratio for extreme in one.extremes}
 
 
+@dataclass
+class Found:
+    """What clean runs did so far; written after every place, so that a run that is ended leaves what it had."""
+
+    command: str
+    runs: dict[str, dict[str, Any]]
+    clean: int = 0
+    alarms: int = 0
+
+    def calibrate(self, name: str, judged: Iterable[Judged]) -> None:
+        row = self.runs.setdefault(name, dict.fromkeys(STATISTICS, 0.0))
+        for one in judged:
+            for statistic, size in used(one).items():
+                if size * MARGIN > row[statistic]:
+                    row |= {statistic: round(size * MARGIN, 2), f"{statistic}_at": one.key}
+
+    def count(self, judged: Iterable[Judged]) -> None:
+        self.clean += 1
+        self.alarms += any(one.verdict is not Verdict.AGREES for one in judged)
+
+    def write(self) -> str:
+        claim = f"{self.alarms} of {self.clean}" + ("" if self.alarms or not self.clean else f", at most {3 / self.clean:.1%} at 95 %")
+        page = {
+            "command": self.command,
+            "unit": "the largest that the reference differs from itself by, over its re-evaluations",
+            "allowed": MARGIN,
+            "largest": {statistic: max(row[statistic] for row in self.runs.values()) for statistic in STATISTICS},
+            "clean": {"runs": self.clean, "alarms": self.alarms, "claim": claim},
+            "runs": self.runs,
+        }
+        OUT.write_text(json.dumps(page, indent=1) + "\n")
+        return f"largest {page['largest']} of {MARGIN:.0f} allowed; alarms: {claim}\n"
+
+
 @click.command()
-@click.option("--seeds", default=1, help="Seeds that calibrate.")
-@click.option("--count", default=2, help="Other seeds, on which alarms are counted.")
-def main(seeds: int, count: int) -> None:
+@click.option("--seeds", default=1, show_default=True, help="Seeds that calibrate.")
+@click.option("--count", default=2, show_default=True, help="Other seeds, on which alarms are counted.")
+@click.option("--layout", "layouts", multiple=True, type=click.Choice(LAYOUTS), default=LAYOUTS, help="Checkpoint layouts.")
+def main(seeds: int, count: int, layouts: tuple[CheckpointLayout, ...]) -> None:
     """Writes golden/calibration.json."""
-    table: dict[str, dict[str, Any]] = {}
-    clean = alarms = 0
+    found = Found(shlex.join(["python", "golden/calibrate.py", *sys.argv[1:]]), {})
     with tempfile.TemporaryDirectory() as name:
-        for place in places(Path(name)):
-            for seed in range(seeds + count):
-                for length in LENGTHS:
-                    batch = random_batch(seed, length, place.dims.vocabulary)
-                    with tempfile.TemporaryDirectory() as folder:
-                        for parallel in place.runs:
-                            result = place.bench(batch, parallel, Path(folder) / "recording").one_pass()
-                            if seed >= seeds:
-                                clean += 1
-                                alarms += any(one.verdict is not Verdict.AGREES for one in result.judged.values())
-                                continue
-                            row = table.setdefault(
-                                f"{place.dtype} {place.layout} {parallel} {length} tokens", dict.fromkeys(STATISTICS, 0.0)
-                            )
-                            for one in result.judged.values():
-                                for statistic, size in used(one).items():
-                                    if size * MARGIN > row[statistic]:
-                                        row[statistic] = round(size * MARGIN, 2)
-                                        row[f"{statistic}_at"] = one.key
-            sys.stdout.write(f"{place.dtype} {place.layout}: {alarms} of {clean} clean runs alarm so far\n")
+        for place in places(Path(name), layouts=layouts):
+            for seed, length in itertools.product(range(seeds + count), LENGTHS):
+                batch = random_batch(seed, length, place.dims.vocabulary)
+                with tempfile.TemporaryDirectory() as folder:
+                    for parallel in place.runs:
+                        judged = place.bench(batch, parallel, Path(folder) / "recording").one_pass().judged.values()
+                        if seed < seeds:
+                            found.calibrate(f"{place.dtype} {place.layout} {parallel} {length} tokens", judged)
+                        else:
+                            found.count(judged)
+            sys.stdout.write(f"{place.dtype} {place.layout}: {found.write()}")
             sys.stdout.flush()
     WORLDS.close()
-    page = {
-        "command": f"python golden/calibrate.py --seeds {seeds} --count {count}",
-        "unit": "the largest that the reference differs from itself by, over its re-evaluations",
-        "allowed": MARGIN,
-        "largest": {statistic: max(row[statistic] for row in table.values()) for statistic in STATISTICS},
-        "clean": {
-            "runs": clean,
-            "alarms": alarms,
-            "claim": f"{alarms} of {clean}" + (f", at most {3 / clean:.1%} at 95 %" if not alarms and clean else ""),
-        },
-        "runs": table,
-    }
-    OUT.write_text(json.dumps(page, indent=1) + "\n")
-    sys.stdout.write(f"largest {page['largest']} of {MARGIN:.0f} allowed; alarms: {page['clean']}\n")
 
 
 if __name__ == "__main__":
