@@ -23,7 +23,7 @@ run: install  ## install, then climb the ladder on the embedded tiny model
 	$(BIN)/bisect-tool run --prompts golden/prompts.jsonl
 
 test: install  ## all tests but the wide drill (under 10 minutes on 2 cores)
-	$(BIN)/python -m pytest -m "not wide"
+	$(BIN)/python -m pytest -m "not wide" -n 2 --dist loadfile
 
 unit: install  ## tests that start no ranks
 	$(BIN)/python -m pytest -m "not ranks"
