@@ -53,7 +53,7 @@ def test_a_family_with_one_layout_needs_only_its_config(tmp_path: Path, capsys: 
     found = listed(capsys, "--reference", str(tmp_path))
     assert found["layers.0.attention.qkv:k"] == [
         "transformers output of model.layers.0.self_attn.k_proj 'b s f'",
-        "megatron-core output of decoder.layers.0.self_attention.linear_qkv 's b (g[tp] (q:4 k:4 v:4))'",
+        "megatron-core output of decoder.layers.0.self_attention.linear_qkv 's b (g (q:4 k:4 v:4))[tp]'",
     ]
 
 
