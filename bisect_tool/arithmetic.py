@@ -67,7 +67,7 @@ def _scaled(want: torch.Tensor, got: torch.Tensor) -> Change | None:
     for value in simplest(float(ends[0].max()), float(ends[1].min())):
         change = Change(
             "scale", {"value": value}, partial(_times, value=value),
-            f"multiply the reference by {value:g}, compare every byte", f"multiplied by {1 / value if value else 0:g} instead it differs",
+            f"multiply the reference by {value:g}, compare every byte", "as it is, the reference differs by {before}",
         )  # fmt: skip
         if value != 1 and same_bytes(change.apply(want), got):
             return change
@@ -212,7 +212,9 @@ def simplest(low: float, high: float) -> list[float]:
             found.append(near)
     if low > 0 and 2.0 ** round(math.log2(middle)) >= low and 2.0 ** round(math.log2(middle)) <= high:
         found.insert(0, 2.0 ** round(math.log2(middle)))
-    return [*found[:4], middle]
+    halves = [near for n in range(1, 13) if low <= (near := round(middle * 2**n) / 2**n) <= high and near not in found]
+    short = [one for one in found if one == round(one, 2) or math.log2(abs(one) or 1) % 1 == 0]
+    return [*short, *halves[:4], *(one for one in found[:8] if one not in short), middle]
 
 
 def _sampled(want: torch.Tensor, got: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

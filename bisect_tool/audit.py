@@ -311,7 +311,9 @@ class Auditor:
         )
         places = [(last, cp) for cp in range(self.parallel.cp if self.parallel else 1)]
         rows = candidate.shape[0] - expected.shape[0]
-        return self.finding(rule.site, made, Relation("extra", {"rows": rows, "norm": pad / real}, rule="padding rows"), proof, places)
+        # rows that nobody initialised may hold NaN, which strict JSON has no number for
+        detail = {"rows": rows} | ({"norm": pad / real} if math.isfinite(pad / real) else {"nonfinite": True})
+        return self.finding(rule.site, made, Relation("extra", detail, rule="padding rows"), proof, places)
 
     def shard(self, site: Site, cut: Cut, places: Iterable[tuple[int, ...]] | None) -> Shard:
         """Where a wrong tensor lies in the layout it was converted under; `places` None is everywhere."""

@@ -150,6 +150,9 @@ def _init(detail: Mapping[str, Any], _first: Finding) -> tuple[str, str]:
 
 
 def _extra(detail: Mapping[str, Any], first: Finding) -> tuple[str, str]:
+    if "nonfinite" in detail:
+        said = f"its {detail['rows']} padding rows hold NaN or infinity, so that a padded token can win or all logits are lost"
+        return said, "Zero the padding rows, and cut them off on export"
     if "norm" in detail:
         said = f"its {detail['rows']} padding rows are up to {detail['norm']:.3g} times as large as any real row, so that a padded token can win"
         return said, "Zero the padding rows, and cut them off on export"

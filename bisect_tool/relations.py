@@ -176,14 +176,17 @@ class Search:
             return None
         if "axis" in change.detail:  # of the whole tensor, experts in front
             change = replace(change, detail=change.detail | {"axis": change.detail["axis"] + 1})
+        count = wrong.candidate.shape[0]
+        some: dict[str, object] = {} if len(unequal) == count else {"experts": unequal[:64], "wrong": len(unequal), "of": count}
         if change.kind == "init" and "std" in change.detail:
-            return _claimed(change)
+            std = float(change.detail["std"])
+            alike = all(fresh(wrong.expected.rows(e, e + 1)[0], wrong.candidate.rows(e, e + 1)[0], std) for e in unequal[1:])
+            return _claimed(change, some) if alike else None
         for e in unequal[1:]:
             made = change.apply(wrong.expected.rows(e, e + 1)[0])
             if not same_bytes(made.contiguous(), wrong.candidate.rows(e, e + 1)[0].contiguous()):
                 return None
-        count = wrong.candidate.shape[0]
-        return _claimed(change, {} if len(unequal) == count else {"experts": unequal[:64], "wrong": len(unequal), "of": count})
+        return _claimed(change, some)
 
     def _before(self, wrong: Wrong) -> Found:
         """A rounding that was done before the table put the tensor together."""

@@ -20,7 +20,8 @@ def render(page: Mapping[str, Any]) -> str:
             lines += ["", f"and {len(page['faults']) - 4} more faults, in report.json"]
             break
     for fault in page["minor"]:
-        lines += ["", *_wrapped("minor", f"{fault['explanation']} It changes no verdict.")]
+        counted = "--strict counts it." if page["verdict"] == "differs" and not page["faults"] else "It changes no verdict."
+        lines += ["", *_wrapped("minor", f"{fault['explanation']} {counted}")]
     for answer in page.get("answers", ()):
         lines += ["", *_wrapped("answer", f"to {answer['prompt']!r}: reference {answer['reference']!r}, candidate {answer['candidate']!r}")]
     return "\n".join([*lines, "", *_conclusion(page)]) + "\n"
@@ -97,7 +98,9 @@ def _conclusion(page: Mapping[str, Any]) -> list[str]:
     lines = [line for why, names in by_reason.items() for line in _wrapped("not looked at", f"{', '.join(names)} ({why})")]
     said = {
         "agrees": "AGREES: everything expected was compared and agrees.",
-        "differs": f"DIFFERS: {len(page['faults'])} fault{'s' if len(page['faults']) != 1 else ''}.",
+        "differs": f"DIFFERS: {len(page['faults'])} fault{'s' if len(page['faults']) != 1 else ''}."
+        if page["faults"]
+        else f"DIFFERS: {len(page['minor'])} minor, which --strict counts.",
         "incomparable": "INCOMPARABLE: no fault found, and something expected was not compared; it is listed above.",
     }[page["verdict"]]
     return [*lines, said]

@@ -27,6 +27,8 @@ from bisect_tool.shards import pieces_of
 MOST, SMALL = 0.5, 0.25
 # a block further than this from its own place is looked for elsewhere; a block this much like another is that one
 FAR, ALIKE = 0.5, 0.9
+# a tensor that moved so many times the median is named, though only what training can't do is a fault
+FURTHEST = 10.0
 WIDTH = 512
 # rows that are matched with each other at most: the work grows with the square
 ROWS = 16384

@@ -299,6 +299,8 @@ class Stage:
         iteration = self.sides.checkpoint.iteration if self.sides.candidate is not None else None
         audit.missing.append(training.note(iteration))
         audit.trained = True
+        far = sorted((one for one in wrong if one.size > trained.FURTHEST * training.median), key=lambda one: -one.size)
+        audit.missing += [f"{one.name} moved by {one.size:.2g}, {one.size / training.median:.0f} times the median" for one in far[:12]]
         packs = auditor.packs(one.name for one in wrong)
         answered = self.crew.answers(f"{self.between} trained pack", list(packs.items()))
         found = {name: answer for prefix, answer in answered.items() if answer is not None for name in packs[prefix]}
