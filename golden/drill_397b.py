@@ -106,7 +106,7 @@ def judged(found: Watched, out: Path, *, faulty: bool) -> list[str]:
     minutes = found.seconds / 60
     say(
         f"{'E01' if faulty else 'clean'}: {minutes:.1f} minutes (at most {MINUTES}) with --jobs {JOBS}, "
-        f"peak memory {found.peaks / 1e9:.2f} GB in {found.processes} processes, each at its own peak\n"
+        f"peak memory {' + '.join(f'{peak / 1e9:.2f}' for peak in found.peaks)} GB, each process at its own peak\n"
     )
     broken = [f"{minutes:.1f} minutes"] if minutes > MINUTES else []
     if found.code != int(faulty):

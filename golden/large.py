@@ -318,12 +318,11 @@ class Dense:
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """A command that ended.  peaks: the most memory that each of its processes held, summed over `processes`"""
+    """A command that ended.  peaks: the most memory that each of its processes held, the largest first"""
 
     code: int
     seconds: float
-    peaks: int
-    processes: int
+    peaks: tuple[int, ...]
     said: str
 
 
@@ -339,8 +338,8 @@ def watched(command: Sequence[str]) -> Watched:
         seconds = time.perf_counter() - started
         said.seek(0)
         # multiprocessing's own tracker of resources never imports torch, and is no worker
-        held = [peak for peak in peaks.values() if peak > 64 << 20]
-        return Watched(child.returncode, seconds, sum(held), len(held), said.read())
+        held = sorted((peak for peak in peaks.values() if peak > 64 << 20), reverse=True)
+        return Watched(child.returncode, seconds, tuple(held), said.read())
 
 
 def _children(pid: int) -> list[int]:
