@@ -236,8 +236,9 @@ class Stage:
         elif self.between == "reference-export" and sides.family.reference_dimensions(sides.exported.config).mtp:
             site = Site("mtp", 0)
             names = tuple(map(sides.directory.on_disk, sides.family.mtp_tensors(sides.directory.names, sides.dims)))
-            proof = Proof("look for mtp.* in the export", None, None, "every tensor of the decoder is there")
-            relation = Relation("missing", {"name": "mtp.*", "tensors": len(names), "promised": "mtp_num_hidden_layers"})
+            proof = Proof(f"look for {names[0]} and the like in the export", None, None, "every tensor of the decoder is there")
+            key = sides.family.mtp_key(sides.exported.config)
+            relation = Relation("missing", {"name": "mtp.*", "tensors": len(names), **({"promised": key} if key else {})})
             shard = self.auditor.shard(site, self.auditor.rows[0][1].cut, None)
             words = (self.auditor.reference.word, self.auditor.candidate.word)
             audit.minor.append(

@@ -51,6 +51,10 @@ class Config:
             raise UsageError(f"config.json has no {one.name!r}, which {self.family} needs")
         return one.default if value is None else value
 
+    def where(self, one: Any) -> str | None:
+        """The name under which the file says a Key, or could; None for a constant of the family."""
+        return next((name for name in (one.name, one.also) if name in self.text), one.name) if isinstance(one, Key) else None
+
     def number(self, one: Any) -> int:
         """A whole number.  Raises UsageError."""
         value = self.get(one)

@@ -138,6 +138,10 @@ class Decoder:
     def mtp_tensors(self, names: Iterable[str], dims: Dimensions) -> list[str]:
         return self.mtp.tensors(names, dims) if self.mtp else []
 
+    def mtp_key(self, config: Mapping[str, Any]) -> str | None:
+        """The key of config.json that says how many MTP layers there are; None where the family's config says nothing of it."""
+        return Config(config, self.name).where(self.mtp.count) if self.mtp else None
+
     def left_out(self, name: str, dims: Dimensions) -> str | None:
         """Why a reference tensor is not converted, or None.  Names are canonical: `model.visual.*`, `mtp.*`."""
         if dims.tied and name == "lm_head.weight":

@@ -19,6 +19,9 @@ from bisect_hooks.site import Site
 from bisect_hooks.table import Cut, Join, Made, Rule, Stack
 from bisect_hooks.tap import Tap
 
+# the one product of a transformers router's forward
+LINEAR = "torch.nn.functional:linear"
+
 
 @dataclass(frozen=True, slots=True)
 class Dense:
@@ -154,10 +157,13 @@ class Experts:
         return rules
 
     def reference_taps(self, n: int, layer: str) -> list[Tap]:
-        """The router hands on (logits, weights, indices) of its top-k; probabilities over all experts are made of them."""
+        """The router hands on (scores, weights, indices) of its top-k; probabilities over all experts are made of the last two.
+
+        Logits are heard where they are made: until transformers 5.4 some routers hand on their softmax under that name.
+        """
         moe = f"{layer}.mlp"
         taps = [
-            Tap(Site("router", n, "logits"), f"{moe}.gate", "(b s) e", select=(0,)),
+            Tap(Site("router", n, "logits"), f"{moe}.gate", "(b s) e", "function", (0,), LINEAR),
             Tap(Site("router", n, "probs"), f"{moe}.gate", "(b s) e", transform=dense_probs),
             Tap(Site("router", n, "topk"), f"{moe}.gate", "(b s) e", transform=dense_map),
             Tap(Site("experts", n, "combine"), f"{moe}.experts", "(b s) h"),
@@ -252,11 +258,11 @@ def after_dense(config: Config, layer: int) -> bool:
 
 def dense_probs(output: Any) -> torch.Tensor:
     """The router's top-k weights as probabilities over all experts."""
-    logits, scores, index = output
-    return torch.zeros_like(logits).scatter(-1, index, scores)
+    every, weights, index = output
+    return torch.zeros_like(every).scatter(-1, index, weights)
 
 
 def dense_map(output: Any) -> torch.Tensor:
     """The router's choice as 0 and 1 over all experts."""
-    logits, _, index = output
-    return torch.zeros_like(logits).scatter(-1, index, 1.0)
+    every, _, index = output
+    return torch.zeros_like(every).scatter(-1, index, 1.0)
