@@ -14,6 +14,7 @@ import torch
 from bisect_hooks.blocks.feed_forward import route
 from bisect_hooks.errors import UsageError
 from bisect_hooks.family import LAYOUTS, CheckpointLayout, check_sizes, families, family_of, family_of_tensors
+from bisect_hooks.hf import check_known
 from bisect_hooks.parallel import Parallel
 from bisect_hooks.site import Site
 from bisect_hooks.table import check_total, forward
@@ -22,8 +23,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from properties import repeatable
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from bisect_tool.__main__ import run
 from bisect_tool.args import conversion_args
 from bisect_tool.conversion import check_table
 from bisect_tool.hf_directory import HuggingFaceDirectory, open_hf
@@ -196,6 +198,45 @@ def test_an_extra_norm_and_a_lost_projection_are_listed_tensor_by_tensor(tmp_pat
         "has no model.layers.2.self_attn.o_proj.weight, which the table of qwen3 reads",
     ):
         assert said in refused.value.message
+
+
+@pytest.mark.parametrize("family", tiny.CONFIGS)
+def test_every_module_of_a_reference_is_accounted_for(family: str) -> None:
+    said = page(family)
+    config = AutoConfig.for_model(said["model_type"], **{key: value for key, value in said.items() if key != "model_type"})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    found = family_of(said)
+    dims = found.reference_dimensions(said)
+    assert found.reference_modules(dims) == {name for name, _ in model.named_modules()}
+    check_known(model, found, dims)
+
+
+class Grown(Qwen3ForCausalLM):  # type: ignore[misc]
+    """What a later transformers might make of a class: norms without a weight, a scale at the end, a vector that no file holds."""
+
+    def __init__(self, config: Qwen3Config) -> None:
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.post_ffn_norm = torch.nn.LayerNorm(config.hidden_size, elementwise_affine=False)
+            layer.self_attn.sinks = torch.nn.Parameter(torch.ones(config.num_attention_heads))
+        self.logit_scale = torch.nn.Identity()
+
+
+def test_modules_that_no_table_accounts_for_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny.make("qwen3", tmp_path)
+    monkeypatch.setitem(AutoModelForCausalLM._model_mapping._extra_content, Qwen3Config, Grown)
+    assert run(["taps", "--reference", str(tmp_path), "--fire"]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Error: ")]
+    assert "qwen3 does not understand 9 parts of Grown in transformers" in line
+    for said in (
+        "the module model.layers.*.post_ffn_norm of LayerNorm (4 modules)",
+        "the module logit_scale of Identity",
+        "the tensor model.layers.*.self_attn.sinks (4 tensors)",
+    ):
+        assert said in line
 
 
 def test_a_head_beside_the_embedding_it_is_tied_to_is_left_out(tmp_path: Path) -> None:

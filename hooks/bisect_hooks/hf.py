@@ -18,7 +18,7 @@ import torch
 import transformers
 from transformers.utils import logging as transformers_logging
 
-from bisect_hooks.errors import UsageError, first_line
+from bisect_hooks.errors import UsageError, by_kind, first_line
 from bisect_hooks.family import Derived, Dimensions, Family
 from bisect_hooks.parallel import Parallel
 from bisect_hooks.tap import NO_GRAFT, Graft, Heard, Tap, find, listening
@@ -47,6 +47,7 @@ class Reference:
             )
         except (OSError, ValueError, RuntimeError) as error:
             raise UsageError(f"transformers can't load {path}: {first_line(error)}") from error
+        check_known(self.model, family, dims)
         self.model.to(device).eval().requires_grad_(False)
         self.family, self.dims, self.dtype, self.device = family, dims, dtype, device
         self.taps = family.reference_taps(dims)
@@ -155,6 +156,25 @@ class Reference:
         finally:
             for name, parameter in self.model.named_parameters():
                 parameter.data = kept[name]
+
+
+def check_known(model: torch.nn.Module, family: Family, dims: Dimensions) -> None:
+    """Raises UsageError that lists every module and every tensor of a built reference that the family's tables don't account for.
+
+    A module without weights shows in no checkpoint, and a tensor that the checkpoint lacks is made up by transformers.
+    """
+    known = family.reference_modules(dims)
+    modules = [f"{name} of {type(module).__name__}" for name, module in model.named_modules() if name not in known]
+    tabled = {name for rule in family.rules(dims, "native", (), mtp=False) for name in rule.references}
+    tensors = [name for name in model.state_dict() if name not in tabled and family.left_out(name, dims) is None]
+    if modules or tensors:
+        said = [f"the module {one}" for one in by_kind(modules, "modules")]
+        said += [f"the tensor {one}" for one in by_kind(tensors)]
+        raise UsageError(
+            f"{family.name} does not understand {len(modules) + len(tensors)} parts of {type(model).__name__} "
+            f"in transformers {VERSION}: {'; '.join(said)}",
+            hint="nothing was compared: what these change is not in its tables (docs/add-a-family.md)",
+        )
 
 
 def canonical(

@@ -201,6 +201,15 @@ class Decoder:
             taps.append(Tap(Site("output", n), layer, "b s h"))
         return (*taps, Tap(Site("final_norm"), "model.norm", "b s h"), Tap(Site("lm_head"), "lm_head", "b s v"))
 
+    def reference_modules(self, dims: Dimensions) -> frozenset[str]:
+        """Every module that the reference may have: heard by a tap, holding tensors of the table, a helper of one of those, around them."""
+        known = {tap.path for tap in self.reference_taps(dims)} | {"model.rotary_emb"}
+        known |= {name.rpartition(".")[0] for rule in self.rules(dims, "native", (), mtp=False) for name in rule.references}
+        for n in range(dims.layers):
+            block = self.experts if self.experts and dims.moe[n] else self.dense or Dense()
+            known |= {f"model.layers.{n}.mlp.{helper}" for helper in block.helpers}
+        return frozenset(".".join(words[:i]) for words in (path.split(".") for path in known) for i in range(len(words) + 1))
+
     def candidate_taps(self, dims: Dimensions, layout: CheckpointLayout) -> tuple[Tap, ...]:
         """Paths count layers globally; whoever holds a pipeline stage shifts them to its own count."""
         taps = [

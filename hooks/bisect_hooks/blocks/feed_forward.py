@@ -29,6 +29,11 @@ class Dense:
 
     width: Key = Key("intermediate_size")
 
+    @property
+    def helpers(self) -> tuple[str, ...]:
+        """Modules without weights, heard through those that they work for."""
+        return ("act_fn",)
+
     def dimensions(self, config: Config) -> dict[str, Any]:
         config.only("mlp_bias", False)
         return {"dense": config.number(self.width)}
@@ -82,6 +87,11 @@ class Experts:
     scaling: float | Key = 1.0
     sigmoid: bool = False
     shared: Shared | None = None
+
+    @property
+    def helpers(self) -> tuple[str, ...]:
+        """Modules without weights, heard through those that they work for."""
+        return ("experts.act_fn", *([f"{self.shared.name}.act_fn"] if self.shared else []))
 
     def dimensions(self, config: Config) -> dict[str, Any]:
         for name in ("n_group", "topk_group", "num_expert_group"):
