@@ -35,7 +35,8 @@ class Tap:
     call      which call of the function inside one forward of `path`, or -1 when there is just one
     result    whether a function tap hears the result (True) or an argument (False)
     piece     name of the only piece; layouts with sections name their own
-    transform from what was heard to a tensor of `layout`, where that is not the thing itself; such a tap can't be grafted
+    transform from all that was heard (the output, or every argument) to a tensor of `layout`, where that is not one of them; such a
+              tap can't be grafted
     """
 
     site: Site
@@ -202,6 +203,9 @@ def _hook_module(stack: ExitStack, root: torch.nn.Module, tap: Tap, hear: Hear) 
         return None if new is None else _put(output, index, new)
 
     def before(_module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        if tap.transform:
+            hear(tap, (*args, *kwargs.values()))
+            return None
         position, word = _argument(args, kwargs, tap)
         thing = args[position] if position is not None else kwargs[word]
         new = hear(tap, thing)

@@ -195,9 +195,8 @@ class Decoder:
                 taps += self.linear.reference_taps(n, layer, dims, self.modeling)
             else:
                 taps += self.attention.reference_taps(n, layer, dims, self.modeling)
-            taps += (
-                self.experts.reference_taps(n, layer) if self.experts and dims.moe[n] else (self.dense or Dense()).reference_taps(n, layer)
-            )
+            block = self.experts if self.experts and dims.moe[n] else self.dense or Dense()
+            taps += block.reference_taps(n, layer, dims)
             taps.append(Tap(Site("output", n), layer, "b s h"))
         return (*taps, Tap(Site("final_norm"), "model.norm", "b s h"), Tap(Site("lm_head"), "lm_head", "b s v"))
 
