@@ -71,7 +71,7 @@ class Rewriting:
 
     def _metadata(self) -> None:
         file = self.root / ".metadata"
-        found = load_pickle(file)
+        found = _metadata_of(file)
         described, storage = dict(found.state_dict_metadata), dict(found.storage_data)
         for key in self.dropped:
             described.pop(key, None)
@@ -91,12 +91,10 @@ class Rewriting:
             described[key] = TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), tensor.shape, [chunk])
             storage[MetadataIndex(key, zeros)] = _StorageInfo(ADDED, start, length)
         names = {*self.dropped, *self.renamed}
-        planned = getattr(found, "planner_data", None)
-        kept = {key: value for key, value in planned.items() if key not in names} if isinstance(planned, dict) else None
-        if isinstance(found, Inert):  # written by a framework's own subclass, which is not here to be written again
-            found = Metadata(described, kept, storage, StorageMeta())
-        else:
-            found.state_dict_metadata, found.storage_data, found.planner_data = described, storage, kept
+        kept = (
+            {key: value for key, value in found.planner_data.items() if key not in names} if isinstance(found.planner_data, dict) else None
+        )
+        found.state_dict_metadata, found.storage_data, found.planner_data = described, storage, kept
         file.write_bytes(pickle.dumps(found))
 
     def _args(self, args: Mapping[str, Any]) -> None:
@@ -137,7 +135,19 @@ def _blob(tensor: torch.Tensor) -> bytes:
 def without_path(root: Path) -> None:
     """Takes the directory's own path out of .metadata, where torch leaves it: files move, and whose disk it was is nobody's business."""
     file = root / ".metadata"
-    found = load_pickle(file)
-    if getattr(found, "storage_meta", None) is not None:
+    found = _metadata_of(file)
+    if found.storage_meta is not None:
         found.storage_meta.checkpoint_id = None
         file.write_bytes(pickle.dumps(found))
+
+
+def _metadata_of(file: Path) -> Metadata:
+    """What .metadata says, as torch's own class: a framework's subclass (megatron-core 0.15's) can't be written without the framework.
+
+    What such a class adds is said of optimizer states and of how to save the next time, and is left out.
+    """
+    found = load_pickle(file)
+    if not isinstance(found, Inert):
+        return found  # type: ignore[no-any-return]
+    said = vars(found)
+    return Metadata(said["state_dict_metadata"], said.get("planner_data"), said["storage_data"], StorageMeta())

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -26,11 +27,12 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / ".versions"
+MODELS = FOLDER / "models"
 PAGE = ROOT / "docs/versions.md"
 INSTALL_SECONDS, RUN_SECONDS = 1800, 1800
 DEPENDENCIES = "torch megatron-core transformers tokenizers safetensors numpy click pyyaml httpx psutil".split()
-# what a release of transformers pins for itself
-FOLLOWS = ("tokenizers", "safetensors")
+# what a release of transformers or megatron-core bounds for itself
+FOLLOWS = ("tokenizers", "safetensors", "numpy")
 EMBEDDED = "qwen3.5-moe"
 
 
@@ -103,6 +105,16 @@ def make(environment: Environment) -> None:
     stamp.touch()
 
 
+def make_models() -> None:
+    """The tiny models, saved by the pinned transformers: every environment is given the same files."""
+    import tiny
+
+    shutil.rmtree(MODELS, ignore_errors=True)
+    for family in tiny.CONFIGS:
+        tiny.make(family, MODELS / family)
+    tiny.prompts(MODELS / "prompts.jsonl")
+
+
 def run(command: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None) -> None:
     subprocess.run(command, check=True, timeout=seconds, env=environment, cwd=ROOT)
 
@@ -113,7 +125,7 @@ def ask(environment: Environment) -> Answers:
     environment.answers.unlink(missing_ok=True)
     path = os.pathsep.join(str(ROOT / folder) for folder in (".", "hooks", "tests", "tests/faults"))
     inside = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
-    run([str(environment.interpreter), __file__, "--inside", str(environment.answers)], RUN_SECONDS, inside)
+    run([str(environment.interpreter), __file__, "--inside", str(MODELS), str(environment.answers)], RUN_SECONDS, inside)
     page = json.loads(environment.answers.read_text())
     return Answers(page["versions"], [Answer(**one) for one in page["answers"]])
 
@@ -153,6 +165,7 @@ def main(names: Sequence[str]) -> int:
     if unknown:
         print(f"no environment is called {', '.join(sorted(unknown))}; there are {', '.join(one.name for one in ENVIRONMENTS)}")
         return 2
+    make_models()
     found = [(one, ask(one)) for one in ENVIRONMENTS if not names or one.name in names]
     page = shown(found)
     print(page)
@@ -176,9 +189,8 @@ def cases() -> Iterator[tuple[str, Case]]:
     yield EMBEDDED, next(case for case in FORWARD_ONLY if case.under == "tp2sp")
 
 
-def inside(out: Path) -> int:
+def inside(models: Path, out: Path) -> int:
     """Runs every case here.  A case that fails is an answer, not the end."""
-    import tiny
     from workshop import REFERENCE, Workshop
 
     from bisect_tool.ladder import package_version
@@ -188,14 +200,12 @@ def inside(out: Path) -> int:
     found = Answers({name: package_version(name) for name in ("torch", "transformers", "megatron-core")} | {"python": python})
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        prompts = tiny.prompts(root / "prompts.jsonl")
         shops: dict[str, Workshop] = {}
         for number, (family, case) in enumerate(cases()):
             if family not in shops:
-                own = root / family
-                shops[family] = Workshop(own, REFERENCE if family == EMBEDDED else tiny.make(family, own / "reference"))
+                shops[family] = Workshop(root / family, REFERENCE if family == EMBEDDED else models / family)
             started = time.monotonic()
-            wrong = failing(case, shops[family], root / f"report-{number}", prompts)
+            wrong = failing(case, shops[family], root / f"report-{number}", models / "prompts.jsonl")
             found.answers.append(Answer(family, case.id, bool(case.faults), time.monotonic() - started, wrong))
             print(f"{family} {case.id}: {wrong or 'right'}", flush=True)
     WORLDS.close()
@@ -222,4 +232,4 @@ def failing(case: Case, shop: Any, out: Path, prompts: Path) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(inside(Path(sys.argv[2])) if sys.argv[1:2] == ["--inside"] else main(sys.argv[1:]))
+    sys.exit(inside(*map(Path, sys.argv[2:])) if sys.argv[1:2] == ["--inside"] else main(sys.argv[1:]))
