@@ -207,6 +207,8 @@ class Decoder:
         for n in range(dims.layers):
             block = self.experts if self.experts and dims.moe[n] else self.dense or Dense()
             known |= {f"model.layers.{n}.mlp.{helper}" for helper in block.helpers}
+            if self.linear and dims.kinds[n] == "linear_attention":
+                known |= {f"model.layers.{n}.linear_attn.{helper}" for helper in self.linear.helpers}
         return frozenset(".".join(words[:i]) for words in (path.split(".") for path in known) for i in range(len(words) + 1))
 
     def candidate_taps(self, dims: Dimensions, layout: CheckpointLayout) -> tuple[Tap, ...]:
