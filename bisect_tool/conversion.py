@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from bisect_hooks.errors import UsageError, by_kind
-from bisect_hooks.family import CheckpointLayout, Dimensions, Family, check_sizes, family_of
+from bisect_hooks.family import CheckpointLayout, Dimensions, Family, check_sizes
 from bisect_hooks.parallel import Parallel
 from bisect_hooks.table import check_total
 
@@ -21,6 +21,7 @@ from bisect_tool.checkpoint import TRACKER
 from bisect_tool.hf_directory import HuggingFaceDirectory, open_hf
 from bisect_tool.ranks import WORLDS
 from bisect_tool.rewrite import without_path
+from bisect_tool.unknown import family_in
 
 RELEASE = "release"
 
@@ -43,7 +44,7 @@ class Converted:
 def convert(reference: Path, out: Path, layout: CheckpointLayout, parallel: Parallel, mtp: bool | None) -> Converted:
     """Raises UsageError, before anything is written, for a tensor on either side that the table does not mention."""
     directory = open_hf(reference)
-    family = family_of(directory.config)
+    family = family_in(directory)
     dims = family.reference_dimensions(directory.config)
     has_mtp = bool(family.mtp_tensors(directory.names, dims))
     if mtp and not has_mtp:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bisect_hooks.errors import UsageError
-from bisect_hooks.family import CheckpointLayout, Dimensions, Family, family_of
+from bisect_hooks.family import CheckpointLayout, Dimensions, Family
 from bisect_hooks.parallel import Parallel
 from bisect_hooks.site import Site
 from bisect_hooks.table import Rule, check_total
@@ -27,6 +27,7 @@ from bisect_tool.layouts import written_by
 from bisect_tool.legacy import LegacyCheckpoint
 from bisect_tool.measure import Difference
 from bisect_tool.sides import Side, StoredSide, TableSide, without_rounding
+from bisect_tool.unknown import family_in
 
 # one tensor of so many kinds is explained before a checkpoint is taken for a trained one
 KINDS = 12
@@ -58,7 +59,7 @@ class Sides:
 
     @cached_property
     def family(self) -> Family:
-        return family_of(self.directory.config)
+        return family_in(self.directory)
 
     @cached_property
     def dims(self) -> Dimensions:

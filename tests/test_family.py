@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from importlib import import_module, metadata
@@ -29,6 +30,7 @@ from bisect_tool.__main__ import run
 from bisect_tool.args import conversion_args
 from bisect_tool.conversion import check_table
 from bisect_tool.hf_directory import HuggingFaceDirectory, open_hf
+from bisect_tool.unknown import family_in
 
 ROOT = Path(__file__).parent.parent
 TWO_SCREENS = 100
@@ -238,6 +240,41 @@ def test_modules_that_no_table_accounts_for_are_listed(
         "the tensor model.layers.*.self_attn.sinks (4 tensors)",
     ):
         assert said in line
+
+
+UNKNOWN_TYPES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "olmo2": (
+        {},
+        [
+            "the nearest, qwen3, does not understand",
+            "the tensor model.layers.*.post_feedforward_layernorm.weight (4 tensors)",
+            "that it has no model.layers.*.input_layernorm.weight (4 tensors)",
+            "the module model.layers.*.post_feedforward_layernorm of Olmo2RMSNorm (4 modules)",
+        ],
+    ),
+    "granite": (
+        {"residual_multiplier": 0.5},
+        ["the nearest, llama, does not understand", "config.json's residual_multiplier = 0.5"],
+    ),
+    "gpt_neox": ({}, ["does not understand", "the module gpt_neox.layers.*.attention.dense of Linear (4 modules)"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", UNKNOWN_TYPES)
+def test_an_unknown_architecture_is_held_against_the_nearest(model_type: str, tmp_path: Path) -> None:
+    more, said = UNKNOWN_TYPES[model_type]
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **(tiny.INITIAL | more))).save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match=f"unknown family: config.json has model_type '{model_type}'") as refused:
+        family_in(open_hf(tmp_path))
+    assert [one for one in said if one not in refused.value.message] == []
+
+
+def test_an_unknown_type_that_is_known_in_all_but_name_is_said(tmp_path: Path) -> None:
+    tiny.make("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "mistral", "sliding_window": None}))
+    with pytest.raises(UsageError, match="the nearest, llama, knows every key, tensor and module of it"):
+        family_in(open_hf(tmp_path))
 
 
 def test_a_head_beside_the_embedding_it_is_tied_to_is_left_out(tmp_path: Path) -> None:

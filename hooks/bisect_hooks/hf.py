@@ -163,18 +163,32 @@ def check_known(model: torch.nn.Module, family: Family, dims: Dimensions) -> Non
 
     A module without weights shows in no checkpoint, and a tensor that the checkpoint lacks is made up by transformers.
     """
-    known = family.reference_modules(dims)
-    modules = [f"{name} of {type(module).__name__}" for name, module in model.named_modules() if name not in known]
-    tabled = {name for rule in family.rules(dims, "native", (), mtp=False) for name in rule.references}
-    tensors = [name for name in model.state_dict() if name not in tabled and family.left_out(name, dims) is None]
+    modules, tensors = not_known(model, family, dims)
     if modules or tensors:
-        said = [f"the module {one}" for one in by_kind(modules, "modules")]
-        said += [f"the tensor {one}" for one in by_kind(tensors)]
+        said = [f"the module {one}" for one in by_kind(modules, "modules")] + [f"the tensor {one}" for one in by_kind(tensors)]
         raise UsageError(
             f"{family.name} does not understand {len(modules) + len(tensors)} parts of {type(model).__name__} "
             f"in transformers {VERSION}: {'; '.join(said)}",
             hint="nothing was compared: what these change is not in its tables (docs/add-a-family.md)",
         )
+
+
+def not_known(model: torch.nn.Module, family: Family, dims: Dimensions) -> tuple[list[str], list[str]]:
+    """(modules with their class, tensors) of a model that a family's tables don't account for."""
+    known = family.reference_modules(dims)
+    modules = [f"{name} of {type(module).__name__}" for name, module in model.named_modules() if name not in known]
+    tabled = {name for rule in family.rules(dims, "native", (), mtp=False) for name in rule.references}
+    return modules, [name for name in model.state_dict() if name not in tabled and family.left_out(name, dims) is None]
+
+
+def empty_model(path: Path) -> torch.nn.Module:
+    """The model that transformers makes of a config.json, without weights.  Raises UsageError for one that it does not know."""
+    quiet()
+    try:
+        with torch.device("meta"):
+            return transformers.AutoModelForCausalLM.from_config(_text_config(path))  # type: ignore[no-any-return]
+    except (OSError, ValueError, RuntimeError, AttributeError) as error:
+        raise UsageError(f"transformers can't make a model of {path / 'config.json'}: {first_line(error)}") from error
 
 
 def canonical(

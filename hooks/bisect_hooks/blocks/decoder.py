@@ -46,6 +46,16 @@ class Decoder:
 
     def reference_dimensions(self, config: Mapping[str, Any]) -> Dimensions:
         """From config.json (its text_config).  Raises UsageError that lists every key that is not understood."""
+        dims, unknown = self.read(config)
+        if unknown:
+            raise UsageError(
+                f"{self.name} does not understand {len(unknown)} of config.json: {'; '.join(unknown)}",
+                hint="nothing was compared: what these change is not in its tables (docs/add-a-family.md)",
+            )
+        return dims
+
+    def read(self, config: Mapping[str, Any]) -> tuple[Dimensions, list[str]]:
+        """The same, and what of config.json was not understood.  Raises UsageError for a size that is not there."""
         read = Config(config, self.name)
         layers = read.number(Key("num_hidden_layers"))
         read.only("hidden_act", "silu")
@@ -69,8 +79,7 @@ class Decoder:
             epsilon=float(read.get(Key("rms_norm_eps"))),
             **found,
         )
-        read.check()
-        return dims
+        return dims, read.not_known()
 
     def _kinds(self, config: Config, layers: int) -> tuple[str, ...]:
         """The kind of each layer.  Raises UsageError when there is not one for each."""
