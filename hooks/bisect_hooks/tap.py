@@ -280,11 +280,15 @@ def _wrap_functions(stack: ExitStack, root: torch.nn.Module, taps: list[Tap], he
 def _listened(
     original: Callable[..., Any], taps: list[Tap], function: str, running: list[tuple[str, dict[str, int]]], hear: Hear
 ) -> Callable[..., Any]:
+    by_path: dict[str, list[Tap]] = {}
+    for tap in taps:
+        by_path.setdefault(tap.path, []).append(tap)
+
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         path, calls = running[-1] if running else ("", {})
         number = calls.get(function, 0)
         calls[function] = number + 1
-        here = [tap for tap in taps if tap.path == path and tap.call in (-1, number)]
+        here = [tap for tap in by_path.get(path, ()) if tap.call in (-1, number)]
         for tap in (tap for tap in here if not tap.result):
             position, word = _argument(args, kwargs, tap)
             new = hear(tap, args[position] if position is not None else kwargs[word])
