@@ -96,12 +96,10 @@ class SlicedGate:
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
         found = super().get_query_key_value_tensors(*args, **kwargs)  # type: ignore[misc]
-        share = self.world_size // self.config.num_query_groups  # type: ignore[attr-defined]
-        if len(found) != 4 or share < 2:
+        if len(found) != 4 or found[3].shape[2] == found[0].shape[2]:
             return found
         query, key, value, gate = found
-        if gate.shape[2] == query.shape[2]:
-            return found
+        share = self.world_size // self.config.num_query_groups  # type: ignore[attr-defined]
         start = self.pg_collection.tp.rank() % share * query.shape[2]  # type: ignore[attr-defined]
         return query, key, value, gate[:, :, start : start + query.shape[2]]
 
