@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from bisect_tool.pickles import Inert, load_pickle, load_torch
 from bisect_tool.places import Piece, Stored
+from bisect_tool.torch_dist import COMMON
 
 # where tensors go that had no place yet
 ADDED = "__added_0.distcp"
@@ -99,14 +100,32 @@ class Rewriting:
 
     def _args(self, args: Mapping[str, Any]) -> None:
         file = self.root / "common.pt"
-        if not file.is_file():
-            raise UsageError(f"{self.root} keeps its args inside the checkpoint, where they are not rewritten")
-        common = load_torch(file)
-        common["args"] = Namespace(**(vars(common["args"]) | args))
-        try:
-            torch.save(common, file)
-        except (pickle.PicklingError, AttributeError) as error:  # classes of a framework that is not here
-            raise UsageError(f"{file} holds {error}, which can't be written again") from error
+        if file.is_file():
+            file.write_bytes(_with_args(load_torch(file), args, file))
+            return
+        # inside the checkpoint: the new ones go behind everything else in the same file
+        metadata = self.root / ".metadata"
+        found = _metadata_of(metadata)
+        entry = next(info for index, info in found.storage_data.items() if index.fqn.startswith(COMMON))
+        file = self.root / entry.relative_path
+        with file.open("r+b") as raw:
+            raw.seek(entry.offset)
+            common = load_torch(io.BytesIO(raw.read(entry.length)), str(file))
+            entry.offset = raw.seek(0, io.SEEK_END)
+            entry.length = raw.write(_with_args(common, args, file))
+        metadata.write_bytes(pickle.dumps(found))
+
+
+def _with_args(common: Any, args: Mapping[str, Any], file: Path) -> bytes:
+    """The common state with other args, as torch saves it.  0.19 wraps it in a list."""
+    inner = common[0] if isinstance(common, list) else common
+    inner["args"] = Namespace(**(vars(inner["args"]) | args))
+    buffer = io.BytesIO()
+    try:
+        torch.save(common, buffer)
+    except (pickle.PicklingError, AttributeError) as error:  # classes of a framework that is not here
+        raise UsageError(f"{file} holds {error}, which can't be written again") from error
+    return buffer.getvalue()
 
 
 def _put(piece: Piece, part: torch.Tensor) -> tuple[int, int] | None:

@@ -16,7 +16,7 @@ SIZES = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
 
 def test_a_word_that_a_release_lacks_is_left_out_where_it_is_off_and_refused_where_it_is_not() -> None:
     assert config_of(**SIZES, a_word_of_tomorrow=None, another=0).hidden_size == 8
-    with pytest.raises(UsageError, match=r"megatron-core [\d.]+ has no a_word_of_tomorrow, which this candidate's args ask for"):
+    with pytest.raises(UsageError, match=r"megatron-core [\d.]+ has no a_word_of_tomorrow that this candidate's args ask for"):
         config_of(**SIZES, a_word_of_tomorrow=True, another=0)
 
 

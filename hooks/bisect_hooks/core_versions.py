@@ -13,6 +13,9 @@ import torch
 
 from bisect_hooks.errors import UsageError
 
+# a word of the config that 0.15 has in the layer spec
+BY_SPEC = "moe_shared_expert_gate"
+
 
 def config_of(**wanted: Any) -> Any:
     """A TransformerConfig of the words that this release knows.  Raises UsageError for one that it lacks and that is not off."""
@@ -20,12 +23,28 @@ def config_of(**wanted: Any) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     known = {one.name for one in fields(TransformerConfig)}
-    lacking = [name for name, value in wanted.items() if name not in known and value]
+    lacking = [name for name, value in wanted.items() if name not in {*known, BY_SPEC} and value]
     if lacking:
+        more = f" and {len(lacking) - 1} more words" if len(lacking) > 1 else ""
         raise UsageError(
-            f"megatron-core {__version__} has no {', '.join(lacking)}, which this candidate's args ask for", hint="megatron-core 0.16 has"
+            f"megatron-core {__version__} has no {lacking[0]}{more} that this candidate's args ask for", hint="megatron-core 0.16 has"
         )
     return TransformerConfig(**{name: value for name, value in wanted.items() if name in known})
+
+
+def shared_expert_params(gate: bool) -> dict[str, Any]:
+    """What the spec of a shared expert says beside its modules: 0.15 is told of the gate there (moe_layer.py:163)."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return {} if BY_SPEC in {one.name for one in fields(TransformerConfig)} else {"gate": gate}
+
+
+def mtp_submodules(layer: Any, **around: Any) -> Any:
+    """What an MTP layer is made of: 0.19 calls the layer inside it otherwise, in memory alone (multi_token_prediction.py:1557)."""
+    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayerSubmodules as Submodules
+
+    name = next(one.name for one in fields(Submodules) if one.name in ("transformer_layer", "mtp_model_layer"))
+    return Submodules(**{name: layer}, **around)
 
 
 def prepare_delta_net(l2norm: Callable[..., torch.Tensor]) -> None:

@@ -34,17 +34,13 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
-from megatron.core.transformer.multi_token_prediction import (
-    MultiTokenPredictionBlockSubmodules,
-    MultiTokenPredictionLayer,
-    MultiTokenPredictionLayerSubmodules,
-)
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules, MultiTokenPredictionLayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from bisect_hooks.core_versions import config_of
+from bisect_hooks.core_versions import config_of, mtp_submodules, shared_expert_params
 from bisect_hooks.cpu import RMSNorm, SlicedGate, prepare_megatron, running_on
 from bisect_hooks.errors import UsageError
 from bisect_hooks.family import CheckpointLayout, Dimensions, Family, check_sizes
@@ -269,7 +265,7 @@ def layer_spec(kind: str, moe: bool, dims: Dimensions, layout: CheckpointLayout,
     else:
         attention, own_norm = ModuleSpec(module=SlimeAttention, params={"dims": dims}), IdentityOp
     linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    shared = ModuleSpec(module=SharedExpertMLP, submodules=linear)
+    shared = ModuleSpec(module=SharedExpertMLP, params=shared_expert_params(dims.shared_gate), submodules=linear)
     experts = ModuleSpec(module=SequentialMLP, submodules=linear)
     feed_forward = ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared))
     return ModuleSpec(
@@ -336,9 +332,7 @@ def build(
 
 def _mtp_spec(dims: Dimensions, layout: CheckpointLayout, args: Mapping[str, Any]) -> ModuleSpec:
     layer = layer_spec("attention", dims.experts > 0, dims, layout, args)
-    parts = MultiTokenPredictionLayerSubmodules(
-        enorm=RMSNorm, hnorm=RMSNorm, eh_proj=ColumnParallelLinear, transformer_layer=layer, layer_norm=RMSNorm
-    )
+    parts = mtp_submodules(layer, enorm=RMSNorm, hnorm=RMSNorm, eh_proj=ColumnParallelLinear, layer_norm=RMSNorm)
     each = ModuleSpec(module=MultiTokenPredictionLayer, submodules=parts)
     return MultiTokenPredictionBlockSubmodules(layer_specs=[each] * dims.mtp)
 
