@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -48,6 +49,7 @@ class Reference:
         except (OSError, ValueError, RuntimeError) as error:
             raise UsageError(f"transformers can't load {path}: {first_line(error)}") from error
         check_known(self.model, family, dims)
+        look_up_when_called(self.model)
         self.model.to(device).eval().requires_grad_(False)
         self.family, self.dims, self.dtype, self.device = family, dims, dtype, device
         self.taps = family.reference_taps(dims)
@@ -171,6 +173,20 @@ def check_known(model: torch.nn.Module, family: Family, dims: Dimensions) -> Non
             f"in transformers {VERSION}: {'; '.join(said)}",
             hint="nothing was compared: what these change is not in its tables (docs/add-a-family.md)",
         )
+
+
+def look_up_when_called(model: torch.nn.Module) -> None:
+    """Rules that a module of transformers 5.3 binds when it is built are looked up when they are called, so that they are heard."""
+    owner = import_module(type(model).__module__)
+    for name in CHUNKED_RULES:
+        rule = getattr(owner, name, None)
+        for module in model.modules():
+            for attribute in [key for key, value in vars(module).items() if rule is not None and value is rule]:
+                setattr(module, attribute, _late(owner, name))
+
+
+def _late(owner: Any, name: str) -> Callable[..., Any]:
+    return lambda *args, **kwargs: getattr(owner, name)(*args, **kwargs)
 
 
 def not_known(model: torch.nn.Module, family: Family, dims: Dimensions) -> tuple[list[str], list[str]]:
