@@ -14,7 +14,7 @@ from bisect_hooks.errors import UsageError
 
 KEYS = ("input_ids", "prompt", "text", "messages")
 # tokens of one forward, padding counted: everything that is said in it is held at once
-FORWARD_TOKENS = 2048
+FORWARD_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
