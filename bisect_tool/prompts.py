@@ -94,7 +94,7 @@ def read_prompts(path: str, key: str | None = None) -> list[Any]:
     else:
         file = Path(path)
         if not file.is_file():
-            raise UsageError(f"{path}: no such prompts file")
+            raise UsageError(f"{path}: {'a directory, not a' if file.is_dir() else 'no such'} prompts file")
         try:
             text = file.read_text()
         except UnicodeDecodeError as error:

@@ -59,9 +59,19 @@ def set_config(reference: Path, **values: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
-def empty(directory: Path) -> None:
+def empty(directory: Path) -> Path:
     shutil.rmtree(directory)
     directory.mkdir()
+    return directory
+
+
+def only(directory: Path, *names: str) -> None:
+    """Leaves the named files alone in a directory, and makes those that are not there."""
+    for file in directory.iterdir():
+        if file.name not in names:
+            file.unlink()
+    for name in names:
+        (directory / name).touch()
 
 
 def no_tokenizer(reference: Path) -> None:
@@ -69,7 +79,7 @@ def no_tokenizer(reference: Path) -> None:
         file.unlink()
 
 
-DAMAGE: dict[str, tuple[Callable[[Path, Path], None], str]] = {
+DAMAGE: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     "a directory that is no checkpoint": (
         lambda _, candidate: shutil.rmtree(candidate / "release"),
         "names release, which has no .metadata",
@@ -85,6 +95,20 @@ DAMAGE: dict[str, tuple[Callable[[Path, Path], None], str]] = {
     "no tokenizer": (lambda reference, _: no_tokenizer(reference), "has no tokenizer"),
     "an unknown family": (lambda reference, _: set_config(reference, model_type="gpt5"), "known: "),
     "no config.json": (lambda reference, _: (reference / "config.json").unlink(), "has no config.json"),
+    "a GGUF": (lambda reference, _: only(reference, "model.gguf"), "it holds model.gguf: let transformers read it"),
+    "weights that are no safetensors": (
+        lambda reference, _: only(reference, "pytorch_model.bin", "config.json"),
+        "has no *.safetensors files; it holds pytorch_model.bin: save it as safetensors",
+    ),
+    "nothing but config.json": (lambda reference, _: only(reference, "config.json"), "config.json alone says nothing of weights"),
+    "a checkpoint for the reference": (
+        lambda reference, candidate: shutil.copytree(candidate, empty(reference), dirs_exist_ok=True),
+        "it is a Megatron checkpoint: are --reference and --candidate exchanged?",
+    ),
+    "a reference for the checkpoint": (
+        lambda reference, candidate: shutil.copytree(reference, empty(candidate), dirs_exist_ok=True),
+        "a Hugging Face directory, which goes to --reference or --export",
+    ),
 }
 
 
