@@ -128,8 +128,9 @@ def test_damaged_directories_are_refused(what: str, copies: Copies, tmp_path: Pa
         (json.dumps({"input_ids": [5] * 513}), "513 tokens, the model 512 positions"),
         (json.dumps({"question": "1+1="}), "none of input_ids, prompt, text, messages"),
         ("{", "line 1 is not JSON"),
+        (json.dumps({"messages": [{"role": "user", "content": "1+1="}]}), "messages need a chat template, and this tokenizer has none"),
     ],
-    ids=["empty", "id out of range", "negative id", "too long", "unknown field", "not JSON"],
+    ids=["empty", "id out of range", "negative id", "too long", "unknown field", "not JSON", "messages without a template"],
 )
 def test_bad_prompts_are_refused(text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = tmp_path / "prompts.jsonl"
@@ -149,6 +150,8 @@ def test_bad_prompts_are_refused(text: str, said: str, tmp_path: Path, capsys: p
         (["--vpp", "3", "--pp", "2"], "8 layers don't divide by --pp 2 x --vpp 3"),
         (["--tp", "2", "--ep", "2"], "does not run with the alltoall dispatcher"),
         (["--sp"], "--sp needs --tp"),
+        (["--device", "gpu"], "--device gpu is none that torch knows; give cpu, cuda or npu"),
+        (["--device", "vulkan"], "finds no vulkan here; leave --device out"),
         (["--stages", "weigths"], "unknown stage weigths"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
