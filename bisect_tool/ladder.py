@@ -168,6 +168,8 @@ def climb(job: Job) -> Report:
     forward = job.prompts is not None and job.candidate_path is not None
     if "forward" in job.stages and forward:
         check_device(job.device)
+        if job.patch is not None and not job.patch.is_file():
+            raise UsageError(f"--candidate-patch {job.patch}: no such file", hint="bisect-tool plant writes a patch.py into its copy")
         job.candidate_run()  # refuses sizes that don't fit before any rank is started
         if job.spec is not None:
             WORLDS.get(job.parallel.world, job.device).call("import_spec", spec=job.spec)

@@ -150,6 +150,7 @@ def test_bad_prompts_are_refused(text: str, said: str, tmp_path: Path, capsys: p
         (["--vpp", "3", "--pp", "2"], "8 layers don't divide by --pp 2 x --vpp 3"),
         (["--tp", "2", "--ep", "2"], "does not run with the alltoall dispatcher"),
         (["--sp"], "--sp needs --tp"),
+        (["--candidate-patch", "nowhere.py"], "--candidate-patch nowhere.py: no such file"),
         (["--device", "gpu"], "--device gpu is none that torch knows; give cpu, cuda or npu"),
         (["--device", "vulkan"], "finds no vulkan here; leave --device out"),
         (["--stages", "weigths"], "unknown stage weigths"),
