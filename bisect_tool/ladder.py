@@ -163,6 +163,7 @@ def climb(job: Job) -> Report:
     job.family  # noqa: B018 - bad input is refused before any work
     if job.candidate_path is not None:
         job.candidate  # noqa: B018
+        job.written_under  # noqa: B018 - refuses a layout that it can't have been written under
         if job.stages != ("weights",):
             job.args  # noqa: B018
     forward = job.prompts is not None and job.candidate_path is not None
