@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bisect_tool.faults import span
+
 MARK = "## Measured\n"
 # the layers of one row of the table
 STEP = 5
@@ -49,8 +51,8 @@ def write(file: Path, runs: Sequence[Run], faults: Sequence[Found], memory: Memo
     said = file.read_text().partition(MARK)[0]
     prompts = runs[0].page["provenance"]["prompts"].partition("(")[2].rstrip(")")
     body = [
-        f"Written by `golden/real.py`: {prompts} of English and code, on a CPU; {versions}. Peak memory {memory.driver:.1f} GB where",
-        f"things are judged, {memory.rank:.1f} GB in a rank.",
+        f"Written by `golden/real.py`: {prompts} of English and code, on a CPU; {versions}.",
+        f"Peak memory {memory.driver:.1f} GB where things are judged, {memory.rank:.1f} GB in a rank.",
         "",
         *_runs(runs),
         "",
@@ -87,7 +89,7 @@ def _runs(runs: Sequence[Run]) -> list[str]:
                 one.layout,
                 one.dtype,
                 f"{one.page['verdict']}: {weights['tensors']} tensors, {forward['sites']} sites",
-                _note(one.page, "nearest to its tolerance:") or "every site bit-equal",
+                _note(one.page, "nearest to its tolerance:") if any(one.used.values()) else "every site bit-equal",
                 logits + (f" ({normal.partition(':')[0]}, normal)" if normal else ""),
             ]
         )
@@ -101,7 +103,7 @@ def _floors(runs: Sequence[Run]) -> list[str]:
     groups: list[tuple[str, list[str]]] = [("outside the layers", ["outside"])]
     for start in range(0, len(layers), STEP):
         some = layers[start : start + STEP]
-        groups.append((f"{some[0]} to {some[-1]}" if len(some) > 1 else str(some[0]), [f"layers.{n}" for n in some]))
+        groups.append((span(some), [f"layers.{n}" for n in some]))
     rows = [
         [
             said,
@@ -146,11 +148,11 @@ def _faults(faults: Sequence[Found]) -> list[str]:
     for one in faults:
         fault = one.page["first"]
         relation, proof = fault["relation"], fault["proof"]
-        where = [*(f"layers {fault['layers'][0]} to {fault['layers'][-1]}" for _ in fault["layers"][:1])]
+        where = [f"layer{'s' * (len(fault['layers']) > 1)} {span(fault['layers'])}"] if fault["layers"] else []
         shard = {axis: at for axis, at in fault["shard"].items() if axis not in ("layout", "of")}
         where += [", ".join(fault["modules"]), *([f"({', '.join(fault['parts'])})"] if fault["parts"] else [])]
         where += [f"{axis} {at}" for axis, at in shard.items()]
-        levels = f"{_short(proof['before'])} → {_short(proof['after'])}"
+        levels = f"{_short(proof['before'])} → {_short(proof['after'])}" if proof["before"] is not None else "arguments alone"
         differing = one.page["answers"][:1]
         said = f"{_code(differing[0]['candidate'])} for {_code(differing[0]['reference'])}" if differing else "the same, or not asked"
         rows.append([one.fault, one.what, f"`{one.command}`", fault["class"], " ".join(where), relation["kind"], levels, said])
@@ -159,4 +161,4 @@ def _faults(faults: Sequence[Found]) -> list[str]:
 
 
 def _short(value: Any) -> str:
-    return f"{value:.2g}" if isinstance(value, float) else "-" if value is None else str(value)
+    return f"{value:.2g}" if isinstance(value, float) else str(value)

@@ -53,7 +53,7 @@ def test_what_was_measured_stands_in_the_place_of_what_was(tmp_path: Path) -> No
     ]
     places = {"outside": 1e-7, "layers.0": 2e-7, **{f"layers.{n}": 4e-7 for n in range(1, 5)}, "layers.5": 3e-7}
     used = dict.fromkeys(places, 0.125)
-    runs = [Run("one", "fp32", True, page("agrees", [], [], []), places, used, same)]
+    runs = [Run("one", "fp32", True, page("agrees", [], [], []), places, dict.fromkeys(places, 0.0), same)]
     runs.append(Run("tp3", "fp32", True, page("agrees", notes, [], []), places, used, [same[0] | {"candidate": "d"}]))
     fault = {
         "class": "conversion", "layers": [0, 1], "modules": ["mlp"], "parts": ["fc1"], "shard": {"layout": {}, "of": "run", "tp": [0, 1, 2]},
@@ -67,11 +67,11 @@ def test_what_was_measured_stands_in_the_place_of_what_was(tmp_path: Path) -> No
     for line in (
         "| one | fp32 | agrees: 182 tensors, 273 sites | every site bit-equal |  |",
         "| tp3 | fp32 | agrees: 182 tensors, 273 sites | lm_head, at 12% of it | 3.0e-03 (yes, normal) |",
-        "| outside the layers | 1.0e-07 | 12% | 12% |",
-        "| 0 to 4 | 2.0e-07 to 4.0e-07 | 12% | 12% |",
-        "| 5 | 3.0e-07 | 12% | 12% |",
+        "| outside the layers | 1.0e-07 | 0% | 12% |",
+        "| 0 to 4 | 2.0e-07 to 4.0e-07 | 0% | 12% |",
+        "| 5 | 3.0e-07 | 0% | 12% |",
         "| `'a\\|b'` | fp32 | `'c'` | one: `'c'`; tp3: `'d'` |",
-        "| S05 | gate and up exchanged | `--tp 3` | conversion | layers 0 to 1 mlp (fc1) tp [0, 1, 2] | halves-swapped | 1.7 → 0 "
+        "| S05 | gate and up exchanged | `--tp 3` | conversion | layers 0 and 1 mlp (fc1) tp [0, 1, 2] | halves-swapped | 1.7 → 0 "
         "| `'c'` for `'c'` |",
     ):
         assert line in text.splitlines(), line
