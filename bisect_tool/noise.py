@@ -16,8 +16,10 @@ import torch
 from bisect_tool.measure import blocks
 
 MARGIN = 8.0
-# a column seen by few tokens leans on its neighbours: as if this many more differences of usual size had been seen there
+# a column seen by few tokens leans on its neighbours: as if this many more differences had been seen there, of the usual size, or of
+# the usual size among the NEAR on either side if that is larger (one head can be a hundred times as loud as another)
 LEAN = 8.0
+NEAR = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,8 @@ def estimate(said: torch.Tensor, deltas: Sequence[torch.Tensor], least: float) -
 
     The scale never falls below `least` (half a unit in the last place) times the magnitude of the column, or of the usual column.
     """
+    # a re-evaluation that changes no bit (one prompt alone, where there is but one) has sampled no noise
+    deltas = [one for one in deltas if bool(one.nan_to_num(0.0).any())] or deltas[:1]
     valid = torch.stack([~one.isnan().all(-1) for one in deltas])
     seen, (tokens, count) = float(valid.sum()), said.shape
     columns, size = (torch.zeros(count, dtype=dtype, device=said.device) for dtype in (torch.float32, torch.float64))
@@ -66,7 +70,9 @@ def estimate(said: torch.Tensor, deltas: Sequence[torch.Tensor], least: float) -
         columns += _finite(deltas, rows).square().sum((0, 1))
         size += said[rows].double().square().sum(0)
     columns = (columns / max(seen, 1.0)).double()
-    columns = ((seen * columns + LEAN * columns.median()) / (seen + LEAN)).sqrt()
+    near = torch.cat([columns[:1].expand(NEAR), columns, columns[-1:].expand(NEAR)]).unfold(0, 2 * NEAR + 1, 1)
+    usual = near.sort(-1).values[:, :-2].mean(-1)  # a massive channel or two are not what is usual there
+    columns = ((seen * columns + LEAN * usual.maximum(columns.median())) / (seen + LEAN)).sqrt()
     size = (size / tokens).sqrt()
     columns = columns.maximum(least * size.maximum(size.median())).clamp_min(torch.finfo(torch.float32).tiny)
     each, scales, row = valid.sum(0), [], 1.0
