@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,22 +48,8 @@ class Said:
     """
 
     tensors: dict[str, torch.Tensor]
-    replicas: dict[str, float]
-    absent: dict[str, str]
-
-    def add(self, part: Said, start: int, tokens: int) -> None:
-        """Takes what was said of some prompts over into all `tokens`, from token number `start` on.  A key that is absent from a part
-        is absent; the worst replica counts."""
-        self.absent.update(part.absent)
-        for key, tensor in part.tensors.items():
-            if start == 0:
-                self.tensors[key] = tensor if len(tensor) == tokens else tensor.new_empty(tokens, *tensor.shape[1:])
-            if key in self.tensors:
-                self.tensors[key][start : start + len(tensor)] = tensor
-        for key in self.absent.keys() & self.tensors.keys():
-            del self.tensors[key]
-        for key, difference in part.replicas.items():
-            self.replicas[key] = max(self.replicas.get(key, 0.0), difference, key=lambda one: (math.isnan(one), one))
+    replicas: Mapping[str, float]
+    absent: Mapping[str, str]
 
 
 @dataclass(slots=True)
@@ -122,16 +108,16 @@ class CandidateRun:
 
     def record(self, graft: tuple[Path, list[str]] | None = None) -> Said:
         """Forwards of the whole batch, a few prompts each, with the named values of a Recording grafted in."""
-        whole = Said({}, {}, {})
+        said = []
         for start, part in self.batch.parts(FORWARD_TOKENS):
             scratch = self.world.scratch()
             ids = self.fed(part)
             try:
                 self.world.call("record", rows=part, start=start, ids=ids, graft=graft, out=scratch)
-                whole.add(self._gather(scratch, part, ids), start, self.batch.tokens)
+                said.append(self._gather(scratch, part, ids))
             finally:
                 shutil.rmtree(scratch, ignore_errors=True)
-        return whole
+        return said[0] if len(said) == 1 else _joined(said)
 
     def fired(self) -> dict[str, int]:
         """One forward: tap id → how often it fired, on the rank where it fired most."""
@@ -240,6 +226,19 @@ class CandidateRun:
             "rows": layout.gather(local_rows, sizes, parallel)[""],
             "probs": layout.gather(local_probs, sizes, parallel)[""],
         }
+
+
+def _joined(said: Sequence[Said]) -> Said:
+    """What was said of one part after another, as one; a key that is absent from a part is absent.  Takes the parts' tensors out of
+    them, so that everything is held once."""
+    absent = {key: why for one in said for key, why in one.absent.items()}
+    replicas: dict[str, list[float]] = {}
+    for one in said:
+        for key, difference in one.replicas.items():
+            replicas.setdefault(key, []).append(difference)
+    worst = {key: max(found, key=lambda one: (math.isnan(one), one)) for key, found in replicas.items()}
+    kept = [key for key in said[0].tensors if key not in absent]
+    return Said({key: torch.cat([one.tensors.pop(key) for one in said]) for key in kept}, worst, absent)
 
 
 def _same_group(source: Coordinates, at: Coordinates, parallel: Parallel) -> bool:
