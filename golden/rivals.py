@@ -25,12 +25,12 @@ from safetensors.torch import save_file
 from score import LENGTH, SEED, SEVERITIES, spoiled_of
 
 from bisect_tool.flow import site_name, word
-from bisect_tool.forward import Bench, judged
+from bisect_tool.forward import judged
 from bisect_tool.judge import Tolerance, Verdict
 from bisect_tool.measure import measure
 from bisect_tool.noise import Noise
 from bisect_tool.ranks import WORLDS
-from bisect_tool.reference import tolerance_of
+from bisect_tool.reference import base_grafts, tolerance_of
 
 HERE = Path(__file__).resolve().parent
 PAIRS, OUT = HERE / "rivals.safetensors", HERE.parent / "docs" / "rivals.md"
@@ -93,22 +93,25 @@ def made(place: Place) -> Iterator[Pair]:
     run = place.candidate(Parallel())
     bench = place.bench(random_batch(SEED, LENGTH, place.dims.vocabulary), run)
     run.build()
-    clean = bench.one_pass().values
+    grafts = (bench.recording.path, base_grafts(bench.dims))
+    clean = run.record(grafts).tensors
     for rule in run.family.rules(place.dims, place.layout, place.directory.names, mtp=False):
         kind = word(rule.site)
         if PLACES.get(kind) != rule.site.layer or rule.site.layer is None:
             continue
         tensor = rule.candidates[0].name
         for severity in (*SEVERITIES, CLEAN):
-            values = clean
+            said = clean
             if severity != CLEAN:
                 spoiled = spoiled_of(run, bench, rule, tensor, severity)
                 spoiled.build()
-                values = Bench(bench.recording, spoiled, bench.dims).one_pass().values
-            keys = [key for key in values if site_name(key) == str(rule.site)]
-            key = max(keys, key=lambda key: measure(*values[key]).relative_rms)
+                said = spoiled.record(grafts).tensors
+            of = {
+                one: (bench.recording[one].float(), said[one].float()) for one in bench.recording.keys if site_name(one) == str(rule.site)
+            }
+            key = max(of, key=lambda one: measure(*of[one]).relative_rms)
             rows = torch.arange(ROWS)
-            reference, candidate = (one[rows] for one in values[key])
+            reference, candidate = (one[rows] for one in of[key])
             yield Pair(kind, place.dtype, severity, reference, candidate, tolerance_of(bench.recording, key).of_rows(rows))
 
 

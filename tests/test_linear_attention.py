@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from bisect_hooks.blocks.linear_attention import each_once
 from bisect_hooks.family import Dimensions
 from bisect_hooks.linear_attention import DeltaRule, GatedDeltaNet
 from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeTextConfig
@@ -74,3 +75,9 @@ def test_with_full_decay_and_no_past_the_rule_answers_with_the_value_it_was_just
     value = torch.tensor([[[[5.0]]], [[[7.0]]]])
     output = DeltaRule()(key, key, value, torch.zeros(2, 1, 1), torch.full((2, 1, 1), 0.5))
     torch.testing.assert_close(output, value * 0.5 / 2**0.5, rtol=1e-5, atol=0)
+
+
+def test_heads_that_are_repeated_before_the_rule_are_heard_once() -> None:
+    own = torch.randn(2, 5, 3, 4)
+    assert torch.equal(each_once(3, own.repeat_interleave(2, dim=2)), own)
+    assert torch.equal(each_once(3, own), own)

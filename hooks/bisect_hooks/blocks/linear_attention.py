@@ -7,8 +7,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
+
+import torch
 
 from bisect_hooks.blocks.args import same_pattern
 from bisect_hooks.blocks.config import Config, Key
@@ -119,10 +122,11 @@ class LinearAttention:
         ]
 
     def reference_taps(self, n: int, layer: str, dims: Dimensions, modeling: str) -> list[Tap]:
-        own = f"{layer}.linear_attn"
+        own, once = f"{layer}.linear_attn", partial(each_once, dims.key_heads)
+        rule = delta_rule_taps(n, own, f"{modeling}:torch_chunk_gated_delta_rule", "b s n d", "b s n")
         return [
             *projection_taps(n, own, dims),
-            *delta_rule_taps(n, own, f"{modeling}:torch_chunk_gated_delta_rule", "b s n d", "b s n"),
+            *(replace(tap, transform=once) if tap.piece in ("q", "k") else tap for tap in rule),
             Tap(Site("linear_attention", n, "gated_norm"), f"{own}.norm", "(b s n) d"),
             Tap(Site("linear_attention", n, "out_proj"), f"{own}.out_proj", "b s h"),
         ]
@@ -161,6 +165,11 @@ def delta_rule_taps(n: int, own: str, rule: str, heads: str, scalars: str) -> li
         heard("beta", scalars, ("beta",)),
         Tap(Site("linear_attention", n, "core"), own, heads, "function", (0,), rule),
     ]
+
+
+def each_once(heads: int, entering: torch.Tensor) -> torch.Tensor:
+    """q or k [b s n d] with each of its own `heads` once: transformers 5.3 repeats them for the value heads that share them."""
+    return entering[:, :, :: entering.shape[2] // heads]
 
 
 def native_taps(n: int, layer: str, dims: Dimensions) -> list[Tap]:
