@@ -1,16 +1,14 @@
-"""The ladder: inputs, config, weights, forward.  Each stage adds what it found; the first that finds a fault ends it."""
+"""The ladder: inputs, config, weights, forward, engine.  Each stage adds what it found; the first that finds a fault ends it."""
 
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from bisect_hooks.errors import UsageError
@@ -30,8 +28,12 @@ from bisect_tool.launch.launch import Launch
 from bisect_tool.launch.read import read_launch
 from bisect_tool.prompts import Batch, make_batch, read_prompts
 from bisect_tool.ranks import WORLDS
-from bisect_tool.report import STAGES, Report, StageResult, not_run
+from bisect_tool.report import STAGES, Report, StageResult, not_run, timed
 from bisect_tool.weights import Sides, run_weights
+
+if TYPE_CHECKING:
+    from bisect_tool.rollouts.evidence import Evidence
+    from bisect_tool.rollouts.gather import Gathered
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Progress = Callable[[str], None]
@@ -63,6 +65,7 @@ class Job:
     launch: Path | None = None
     jobs: int | None = None
     out: Path | None = None
+    rollout: Evidence | None = None
 
     @cached_property
     def sides(self) -> Sides:
@@ -124,7 +127,15 @@ class Job:
         prompts = read_prompts(self.prompts, self.input_key)
         return make_batch(prompts, lambda: Tokenizer(self.reference.path), vocabulary=self.dims.vocabulary, positions=self.dims.positions)
 
-    def candidate_run(self) -> CandidateRun:
+    @cached_property
+    def gathered(self) -> Gathered:
+        """What the engine left, read and asked for."""
+        from bisect_tool.rollouts.gather import gather
+
+        assert self.rollout is not None
+        return gather(self.rollout)
+
+    def candidate_run(self, batch: Batch | None = None) -> CandidateRun:
         # slime's specs read the Hugging Face directory that its launch script names
         directory = {"hf_checkpoint": str(self.reference.path.resolve())} if self.spec else {}
         return CandidateRun(
@@ -135,7 +146,7 @@ class Job:
             self.parallel,
             DTYPES[self.dtype],
             self.device,
-            self.batch,
+            batch or self.batch,
             self.patch,
             self.spec,
         )
@@ -165,6 +176,8 @@ def climb(job: Job) -> Report:
         job.candidate  # noqa: B018
         if job.stages != ("weights",):
             job.args  # noqa: B018
+    if "engine" in job.stages and job.rollout is not None:
+        job.gathered  # noqa: B018
     forward = job.prompts is not None and job.candidate_path is not None
     if "forward" in job.stages and forward:
         job.candidate_run()  # refuses sizes that don't fit before any rank is started
@@ -172,14 +185,14 @@ def climb(job: Job) -> Report:
             WORLDS.get(job.parallel.world, job.device).call("import_spec", spec=job.spec)
         elif job.stages == ("inputs", "forward") or job.everything:
             WORLDS.get(job.parallel.world, job.device)  # ranks start while the files are read
-    steps = {"inputs": inputs_stage, "config": config_stage, "weights": weights_stage, "forward": forward_stage}
     results: list[StageResult] = []
     answers: list[dict[str, str]] = []
+    steps = {"inputs": inputs_stage, "config": config_stage, "weights": weights_stage, "forward": forward_stage, "engine": engine_stage}
     for name in STAGES:
         found_by = next((result.name for result in results if result.verdict is Verdict.DIFFERS), None)
         if name not in job.stages:
             results.append(not_run(name, "not asked for (--stages)"))
-        elif name == "engine":
+        elif name == "engine" and job.rollout is None:
             results.append(not_run(name, "no rollout evidence was given"))
         elif name in ("inputs", "forward") and not forward:
             results.append(not_run(name, "no prompts were given" if job.prompts is None else "no candidate was given"))
@@ -191,20 +204,12 @@ def climb(job: Job) -> Report:
             result = StageResult(name)
             with timed(result):
                 job.progress(name)
-                steps[name](job, result, answers)
+                steps[name](job, result, answers, results)
             results.append(result)
     return Report(results, provenance(job), answers, job.strict)
 
 
-@contextmanager
-def timed(result: StageResult) -> Iterator[None]:
-    """Counts the seconds of a stage."""
-    started = time.monotonic()
-    yield
-    result.seconds = time.monotonic() - started
-
-
-def inputs_stage(job: Job, result: StageResult, _answers: list[dict[str, str]]) -> None:
+def inputs_stage(job: Job, result: StageResult, *_: Any) -> None:
     """Are both sides given the same token ids?  Every data parallel rank's slice is put together again and compared."""
     run, batch = job.candidate_run(), job.batch
     fed = run.fed(batch)
@@ -219,7 +224,7 @@ def inputs_stage(job: Job, result: StageResult, _answers: list[dict[str, str]]) 
     )
 
 
-def config_stage(job: Job, result: StageResult, _answers: list[dict[str, str]]) -> None:
+def config_stage(job: Job, result: StageResult, *_: Any) -> None:
     """The launch's flags, the checkpoint's args, an export's own config, against config.json."""
     if job.launched is not None or job.export is not None:
         words = None
@@ -243,7 +248,7 @@ def config_stage(job: Job, result: StageResult, _answers: list[dict[str, str]]) 
     result.verdict = Verdict.DIFFERS if mismatches else Verdict.AGREES
 
 
-def weights_stage(job: Job, result: StageResult, _answers: list[dict[str, str]]) -> None:
+def weights_stage(job: Job, result: StageResult, *_: Any) -> None:
     """The audit, of every pair that was given."""
     missing: list[str] = []
     tensors = experts = 0
@@ -275,11 +280,18 @@ def jobs_for(sides: Sides) -> int:
     return min(len(os.sched_getaffinity(0)), 16) if size > WORTH_A_PROCESS else 1
 
 
-def forward_stage(job: Job, result: StageResult, answers: list[dict[str, str]]) -> None:
+def forward_stage(job: Job, result: StageResult, answers: list[dict[str, str]], *_: Any) -> None:
     """Grafted runs; imported late, because it imports transformers."""
     from bisect_tool.forward_stage import run_forward
 
     run_forward(job, result, answers)
+
+
+def engine_stage(job: Job, result: StageResult, _answers: list[dict[str, str]], earlier: Sequence[StageResult]) -> None:
+    """What a rollout engine said, held and computed; imported late, because it imports transformers."""
+    from bisect_tool.engine_stage import run_engine
+
+    run_engine(job, earlier, result)
 
 
 def provenance(job: Job) -> Mapping[str, Any]:
@@ -294,12 +306,20 @@ def provenance(job: Job) -> Mapping[str, Any]:
         "digests": {"prompts": job.batch.digest} if job.prompts is not None and job.candidate_path is not None else {},
         "parallel": (job.written_under or job.parallel if job.stages == ("weights",) else job.parallel).shown(),
         "spec": " ".join(job.spec) if job.spec is not None else None,
+        **(engine_evidence(job) if job.rollout is not None else {}),
         "dtype": job.dtype if "forward" in job.stages else None,
         "device": job.device if "forward" in job.stages else None,
         "prompts": f"{job.prompts} ({len(job.batch.rows)} prompts, {job.batch.tokens} tokens)" if job.prompts is not None else None,
         "seed": None,
         "command": job.command,
     }
+
+
+def engine_evidence(job: Job) -> dict[str, Any]:
+    """What of an engine was given."""
+    from bisect_tool.rollouts.stage import said_of
+
+    return said_of(job.gathered) if "engine" in job.stages else {}
 
 
 def package_version(name: str) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,10 @@ EXIT = {Verdict.AGREES: 0, Verdict.DIFFERS: 1, Verdict.INCOMPARABLE: 125}
 
 @dataclass(slots=True)
 class StageResult:
-    """What one stage compared and concluded.  `verdict` is None when it was not run."""
+    """What one stage compared and concluded.  `verdict` is None when it was not run.
+
+    cleared  what is no longer a suspect, and why
+    """
 
     name: str
     verdict: Verdict | None = None
@@ -35,6 +40,7 @@ class StageResult:
     probes: list[str] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     minor: list[Fault] = field(default_factory=list)
+    cleared: list[tuple[str, str]] = field(default_factory=list)
     trained: bool = False
 
     def to_json(self) -> dict[str, Any]:
@@ -46,7 +52,16 @@ class StageResult:
             "skipped": [{"what": what, "why": why} for what, why in self.skipped],
             "notes": self.notes,
             "probes": self.probes,
+            "cleared": [{"suspect": suspect, "why": why} for suspect, why in self.cleared],
         }
+
+
+@contextmanager
+def timed(result: StageResult) -> Iterator[None]:
+    """Counts the seconds of a stage."""
+    started = time.monotonic()
+    yield
+    result.seconds = time.monotonic() - started
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +101,7 @@ class Report:
             "first": faults[0] if faults else None,
             "faults": faults,
             "minor": [fault.to_json() for fault in self.minor],
+            "cleared": [{"suspect": suspect, "why": why, "stage": stage.name} for stage in self.stages for suspect, why in stage.cleared],
             "stages": [stage.to_json() for stage in self.stages],
             "answers": list(self.answers),
             "provenance": {"tool": f"bisect-tool {__version__}", **self.provenance},

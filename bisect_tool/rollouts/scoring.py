@@ -17,7 +17,7 @@ ROWS_KEPT = 1 << 29
 
 
 class Model(Protocol):
-    """What is asked of a reference."""
+    """What is asked of a reference, and of a candidate."""
 
     def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor: ...
 

@@ -262,4 +262,6 @@ def verdict(page: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def said(page: dict[str, Any]) -> str:
-    return "\n".join(page["stages"][4]["notes"])
+    """Notes of the engine stage, and what it clears."""
+    stage = page["stages"][4]
+    return "\n".join([*stage["notes"], *(f"cleared: {one['suspect']} ({one['why']})" for one in stage["cleared"])])

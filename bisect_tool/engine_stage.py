@@ -1,0 +1,59 @@
+"""The engine stage of a run: what an engine left, judged with what the other stages know of the same model."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from bisect_tool.faults import Fault
+from bisect_tool.judge import Verdict
+from bisect_tool.ladder import Job
+from bisect_tool.prompts import Batch
+from bisect_tool.recorded import record_candidate
+from bisect_tool.recording import Recording
+from bisect_tool.report import StageResult
+from bisect_tool.rollouts.known import Known
+from bisect_tool.rollouts.stage import judge_engine
+
+
+def run_engine(job: Job, earlier: Sequence[StageResult], result: StageResult) -> None:
+    """Fills `result`.  The candidate is built where there is one, and says what it makes of the engine's tokens."""
+    assert job.rollout is not None
+    job.progress("engine")
+    found = job.gathered
+    with found.open:
+        known = replace(known_of(earlier), rerun=job.rollout.rerun, audit=_audit(job))
+        record = None
+        if job.candidate_path is not None and (found.samples or found.recordings):
+            run = job.candidate_run(Batch(tuple(sample.tokens for sample in found.samples) or ((0,),)))
+            run.build()
+            known = replace(known, model=run)
+
+            def record(batch: Batch, out: Path) -> Recording:
+                return record_candidate(job, replace(run, batch=batch), out)
+
+        judge_engine(found, known, result, record)
+
+
+def known_of(earlier: Sequence[StageResult]) -> Known:
+    """What the stages before leave for the engine's: a cleared conversion, or a fault that an engine may show."""
+    why = next((why for stage in earlier for suspect, why in stage.cleared if suspect == "the conversion"), "")
+    faults = [fault for stage in earlier if stage.verdict is Verdict.DIFFERS for fault in stage.faults]
+    return Known(conversion=why, found=_said(faults))
+
+
+def _said(faults: Sequence[Fault]) -> str:
+    """Faults of the candidate in a few words."""
+    own = [fault for fault in faults if "candidate" in fault.first.between or "export" in fault.first.between]
+    if not own:
+        return ""
+    first = own[0].first
+    more = f" and {len(own) - 1} more" if len(own) > 1 else ""
+    return f"the {first.cls or 'open'} fault at {first.site}{more}"
+
+
+def _audit(job: Job) -> str:
+    candidate = shlex.quote(str(job.candidate_path)) if job.candidate_path is not None else "MEGATRON_DIR"
+    return f"bisect-tool audit --reference {shlex.quote(str(job.reference_path))} --candidate {candidate}"
