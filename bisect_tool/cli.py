@@ -307,15 +307,16 @@ def compare_command(reference: Path, candidate: Path, strict: bool, out: Path) -
 @click.option("--reference", type=DIRECTORY, required=True, help="Hugging Face directory of the model; it may hold only config.json.")
 @click.option("--out", type=DIRECTORY, required=True, help="Where the recording goes (empty or new).")
 @click.option("--map", "given", type=DIRECTORY, help="JSON object, their name to ours; * stands for a layer's number.")
+@click.option("--decode", is_flag=True, help="Put the decode steps behind the prefill (sglang, a dump of one request).")
 @parallel_options
-def import_command(form: str, path: Path, reference: Path, out: Path, given: Path | None, parallel: Parallel | None) -> int:
+def import_command(form: str, path: Path, reference: Path, out: Path, given: Path | None, parallel: Parallel | None, decode: bool) -> int:
     """Make a Recording of a foreign dump: sglang, msprobe, slime, or torch (a dict of tensors).
 
     The parallel flags say how the dump's ranks were laid out, where it does not say so itself.
     """
     from bisect_tool import importing
 
-    click.echo(importing.import_dump(form, path, out, reference, parallel, given))
+    click.echo(importing.import_dump(form, path, out, reference, parallel, given, decode=decode))
     return 0
 
 

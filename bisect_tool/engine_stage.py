@@ -8,12 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from bisect_tool.faults import Fault
-from bisect_tool.judge import Verdict
 from bisect_tool.ladder import Job
 from bisect_tool.prompts import Batch
 from bisect_tool.recorded import record_candidate
 from bisect_tool.recording import Recording
-from bisect_tool.report import StageResult
+from bisect_tool.report import StageResult, united
 from bisect_tool.rollouts.known import Known
 from bisect_tool.rollouts.stage import judge_engine
 
@@ -40,8 +39,7 @@ def run_engine(job: Job, earlier: Sequence[StageResult], result: StageResult) ->
 def known_of(earlier: Sequence[StageResult]) -> Known:
     """What the stages before leave for the engine's: a cleared conversion, or a fault that an engine may show."""
     why = next((why for stage in earlier for suspect, why in stage.cleared if suspect == "the conversion"), "")
-    faults = [fault for stage in earlier if stage.verdict is Verdict.DIFFERS for fault in stage.faults]
-    return Known(conversion=why, found=_said(faults))
+    return Known(conversion=why, found=_said(united([stage.faults for stage in earlier])))
 
 
 def _said(faults: Sequence[Fault]) -> str:

@@ -15,7 +15,7 @@ from bisect_hooks.errors import UsageError
 from bisect_hooks.family import Dimensions, Family
 from bisect_hooks.parallel import Parallel
 
-from bisect_tool import config_check, launch_check
+from bisect_tool import clearing, config_check, launch_check
 from bisect_tool.args import plain
 from bisect_tool.candidate import CandidateRun
 from bisect_tool.checkpoint import Checkpoint
@@ -239,6 +239,8 @@ def config_stage(job: Job, result: StageResult, *_: Any) -> None:
     of = "conversion" if job.written_under else "unknown"
     result.faults = job.explained(config_check.findings(mismatches, parallel, of, job.dims.layers))
     result.notes.append(f"{count} settings compared")
+    if not mismatches:
+        result.cleared.append(("the checkpoint's args", f"{count} settings are those of config.json"))
     result.probes = [one.shown for one in mismatches]
     if job.read_by_spec:
         spec = " ".join(map(str, plain(job.candidate.args)["spec"]))
@@ -251,6 +253,7 @@ def config_stage(job: Job, result: StageResult, *_: Any) -> None:
 def weights_stage(job: Job, result: StageResult, *_: Any) -> None:
     """The audit, of every pair that was given."""
     missing: list[str] = []
+    equal: dict[str, int] = {}
     tensors = experts = 0
     for between, found, faults, minor in run_weights(job.sides, job.explained, job.jobs or jobs_for(job.sides), job.out, job.progress):
         result.faults += faults
@@ -263,7 +266,10 @@ def weights_stage(job: Job, result: StageResult, *_: Any) -> None:
         missing += [f"{between}: {line}" if several else line for line in found.missing]
         if not found.tensors:
             missing.append(f"{between}: no tensor could be compared")
+        if found.tensors and not (faults or found.missing):
+            equal[between] = found.tensors
     result.notes += [f"not compared: {line}" for line in missing]
+    clearing.by_weights(job, equal, result)
     result.compared = {"tensors": tensors, "experts": experts}
     if job.candidate_path is not None and job.candidate.skipped:
         result.skipped.append((f"{len(job.candidate.skipped)} entries of the checkpoint", "not weights (extra state, rng, optimizer)"))
@@ -285,6 +291,7 @@ def forward_stage(job: Job, result: StageResult, answers: list[dict[str, str]], 
     from bisect_tool.forward_stage import run_forward
 
     run_forward(job, result, answers)
+    clearing.by_forward(job, result)
 
 
 def engine_stage(job: Job, result: StageResult, _answers: list[dict[str, str]], earlier: Sequence[StageResult]) -> None:

@@ -261,6 +261,12 @@ def verdict(page: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
+def fault_of(fault: dict[str, Any]) -> tuple[Any, ...]:
+    """(class, layers, module, parts, between)"""
+    parts = fault["parts"] or [one for one in [fault["part"]] if one]
+    return fault["class"], fault["layers"], fault["module"], parts, fault["between"]
+
+
 def said(page: dict[str, Any]) -> str:
     """Notes of the engine stage, and what it clears."""
     stage = page["stages"][4]
