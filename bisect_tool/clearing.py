@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 CONVERSION = "the conversion"
 EQUAL = {
-    "reference-candidate": "are what the table makes of the reference, byte by byte",
+    "reference-candidate": "of the checkpoint are what the table makes of the reference, byte by byte",
     "reference-export": "of the export equal the reference, byte by byte",
     "candidate-export": "of the export are what the table makes of the candidate, byte by byte",
 }

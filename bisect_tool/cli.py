@@ -350,19 +350,18 @@ def hash_command(directory: Path) -> int:
 
 @cli.command()
 @click.argument("directory", type=DIRECTORY)
-@click.option("--format", "formats", default="text", show_default=True, help="text or json.")
-def report(directory: Path, formats: str) -> int:
-    """Render a finished run again."""
-    import json
+@click.option("--format", "formats", default="text", show_default=True, metavar="A,B", help="text, json, html, junit, sarif, github.")
+@click.option("--out", type=DIRECTORY, help="Where files go (default: one format to stdout, several into DIRECTORY).")
+def report(directory: Path, formats: str, out: Path | None) -> int:
+    """Render a finished run again.
 
+    github writes workflow commands, always to stdout: they work where a job's log shows them.
+    """
     from bisect_tool import report as pages
-    from bisect_tool import text
+    from bisect_tool.formats import rendering
 
-    page = pages.read(directory)
-    for name in formats.split(","):
-        if name not in ("text", "json"):
-            raise UsageError(f"unknown format {name!r}", hint="known: text, json")
-        click.echo(text.render(page) if name == "text" else json.dumps(page, indent=1), nl=name == "json")
+    for said in rendering.put(pages.read(directory), rendering.named(formats), directory, out):
+        click.echo(said, nl=False)
     return 0
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Mapping
 from typing import Any
 
 WIDTH = 118
+# what moves a cursor or changes a colour: answers and names are other people's
+CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 # suspects that a screen lists
 SHOWN = 8
 # what the engine stage was given
@@ -29,7 +32,7 @@ def render(page: Mapping[str, Any]) -> str:
         lines += ["", *_wrapped("minor", f"{fault['explanation']} {counted}")]
     for answer in page.get("answers", ()):
         lines += ["", *_wrapped("answer", f"to {answer['prompt']!r}: reference {answer['reference']!r}, candidate {answer['candidate']!r}")]
-    return "\n".join([*lines, "", *_conclusion(page)]) + "\n"
+    return CONTROL.sub("\ufffd", "\n".join([*lines, "", *_conclusion(page)])) + "\n"
 
 
 def _sides(page: Mapping[str, Any]) -> list[str]:
@@ -98,9 +101,9 @@ def _fault(fault: Mapping[str, Any], number: int) -> list[str]:
 
 def _cleared(page: Mapping[str, Any]) -> list[str]:
     """What is no longer a suspect: the same suspect once, with every reason."""
-    reasons: dict[str, list[str]] = {}
+    reasons: dict[str, dict[str, None]] = {}
     for one in page.get("cleared", ()):
-        reasons.setdefault(one["suspect"], []).append(one["why"])
+        reasons.setdefault(one["suspect"], {})[one["why"]] = None
     lines = [line for suspect, why in list(reasons.items())[:SHOWN] for line in _wrapped("cleared", f"{suspect}: {'; '.join(why)}")]
     more = len(reasons) - SHOWN
     return ["", *lines, *([f"{'':<13}and {more} more suspects, in report.json"] if more > 0 else [])] if lines else []

@@ -51,7 +51,7 @@ OFFERED = {
     "import": ["--decode", "--map", "--out", "--reference", "form", "path", *PARALLEL],
     "plant": ["--candidate", "--list", "--out", "fault", *PARALLEL],
     "record": ["--candidate", "--input-key", "--out", "--prompts", "--reference", "--side", "--spec", *PARALLEL],
-    "report": ["--format", "directory"],
+    "report": ["--format", "--out", "directory"],
     "rollout": ["--device", "--export", "--out", "--reference", "--strict", *ROLLOUT],
     "run": [
         *("--all-stages", "--candidate", "--candidate-patch", "--device", "--dtype", "--export", "--input-key", "--launch", "--out"),
