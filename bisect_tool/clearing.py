@@ -22,7 +22,8 @@ def by_weights(job: Job, equal: dict[str, int], result: StageResult) -> None:
     if not result.faults:
         for between, tensors in equal.items():
             suspect = "the export" if between == "candidate-export" else CONVERSION
-            result.cleared.append((suspect, f"{tensors} tensors {EQUAL[between]}"))
+            but = ", but for the precision that is listed as minor" if result.minor else ""
+            result.cleared.append((suspect, f"{tensors} tensors {EQUAL[between]}{but}"))
     elif not result.trained and all(fault.first.relation is not None for fault in result.faults):
         _the_rest(job, result)
     visual = [name for name in job.reference.names if name.startswith(("model.visual.", "visual."))]
@@ -32,12 +33,16 @@ def by_weights(job: Job, equal: dict[str, int], result: StageResult) -> None:
 
 
 def _the_rest(job: Job, result: StageResult) -> None:
-    """Modules that no fault and no minor finding touches: all their bytes were compared."""
-    wrong = {module for fault in (*result.faults, *result.minor) for module in fault.modules}
-    modules = [module for module in _every_module(job) if module not in wrong]
+    """Modules that no fault touches: all their bytes were compared."""
+    wrong = {module for fault in result.faults for module in fault.modules}
+    lost = {fault.modules[0]: fault.parts for fault in result.minor if fault.parts and fault.modules[0] not in wrong}
+    modules = [module for module in _every_module(job) if module not in wrong and module not in lost]
     if modules and not any(fault.whole_layer for fault in result.faults):
         words = ", ".join(module.replace("_", " ") for module in modules)
         result.cleared.append((words, "equal byte by byte, in every layer"))
+        for module, parts in lost.items():
+            why = f"equal byte by byte, but for the precision of {' and '.join(parts)}, which is minor"
+            result.cleared.append((module.replace("_", " "), why))
         stages = job.written_under.pp if job.written_under is not None else 1
         kinds = {fault.first.relation.kind for fault in result.faults if fault.first.relation is not None}
         if stages > 1 and "other-layer" not in kinds:

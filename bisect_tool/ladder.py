@@ -196,6 +196,8 @@ def climb(job: Job) -> Report:
             results.append(not_run(name, "no rollout evidence was given"))
         elif name in ("inputs", "forward") and not forward:
             results.append(not_run(name, "no prompts were given" if job.prompts is None else "no candidate was given"))
+        elif name == "config" and job.candidate_path is None and job.export is None and job.launch is None:
+            results.append(not_run(name, "no candidate, launch script or export was given"))
         elif name == "weights" and job.candidate_path is None and job.export is None:
             results.append(not_run(name, "neither a candidate nor an export was given"))
         elif found_by and not job.everything:

@@ -92,12 +92,18 @@ def _table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 def _cell(value: Any) -> str:
     """A value of a page: lists a line each, tables as name: value."""
     if isinstance(value, dict):
-        lines = [f"{name}: {one}" for name, one in value.items() if one not in (None, [], {}, "")]
+        lines = [f"{name}: {_words(one)}" for name, one in value.items() if one not in (None, [], {}, "")]
     elif isinstance(value, list) and all(isinstance(one, str) for one in value):
         lines = value
     else:
-        lines = [", ".join(map(str, value)) if isinstance(value, list) else str(value)]
+        lines = [_words(value)]
     return f"<td>{'<br>'.join(map(_text, lines))}</td>"
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_words(one)}" for name, one in value.items())
+    return ", ".join(map(_words, value)) if isinstance(value, list) else str(value)
 
 
 def _text(value: Any) -> str:

@@ -56,7 +56,8 @@ def test_a_prefill_and_a_decode_that_are_right_agree(written: Written, tmp_path:
     assert table(page) == [
         "engine prefill against reference: agrees", "engine decode against reference: agrees", "engine decode against engine prefill: agrees",
     ]  # fmt: skip
-    assert "cleared: the conversion" in said(page) and page["stages"][4]["compared"]["tokens"] == 2 * len(ROW)
+    assert {one["suspect"] for one in page["cleared"]} == {"the engine's prefill", "the engine's decode"}
+    assert page["stages"][4]["compared"]["tokens"] == 2 * len(ROW)
 
 
 @pytest.mark.parametrize("hashed", [False, True])
@@ -112,6 +113,23 @@ def test_w08_exchanged_kv_heads_are_placed_at_the_first_full_attention_layer(wri
     code, page = judged(tmp_path / "out", "--rollout-recording", recording, "--hashes", tmp_path / "hashes")
     first = page["first"]
     assert (code, fault_of(first)[0], first["layer"], first["module"]) == (1, "rollout", 3, "attention")
+
+
+def test_t06_routing_that_is_replayed_one_layer_off_follows_from_no_logits(written: Written, tmp_path: Path) -> None:
+    """From layer 5 on each layer is given the choice of the one before."""
+    held: dict[str, torch.Tensor] = {}
+
+    def shifted(key: str, value: torch.Tensor) -> torch.Tensor:
+        if not key.endswith(("router.probs", "router.topk")):
+            return value
+        layer = int(key.split(".")[1])
+        held[key] = value
+        return held[key.replace(f".{layer}.", f".{layer - 1}.")] if layer >= 5 else value
+
+    code, page = judged(tmp_path / "out", "--rollout-recording", prefill(tmp_path, written.run([ROW], Errors(finish=shifted)), written))
+    first = page["first"]
+    assert (code, first["class"], first["layer"], first["module"]) == (1, "rollout", 5, "router")
+    assert {one["layer"] for one in page["faults"]} <= {5, 6, 7}
 
 
 BROKEN: dict[str, tuple[Callable[[Path], list[str | Path]], str]] = {

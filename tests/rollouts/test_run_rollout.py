@@ -121,21 +121,42 @@ def recorded(folder: Path, errors: Errors) -> Path:
     return folder / "recording"
 
 
-@pytest.mark.parametrize("own", [True, False], ids=["the candidate's fault", "the engine's fault"])
-def test_an_engines_activations_are_held_against_the_candidates(own: bool, faulty: Path, tmp_path: Path) -> None:
-    change = experts_mod(4) if own else lambda name, data: data * 1.05 if "layers.4.linear_attn.in_proj_z" in name else None
+def scaled(name: str, value: torch.Tensor) -> torch.Tensor | None:
+    """G05: k, v and z are de-quantised with the scale of q."""
+    if "linear_attn.in_proj_z" in name:
+        return value * 1.7
+    if "linear_attn.in_proj_qkv" in name:
+        rows = value.clone()
+        rows[64:128] *= 0.6
+        rows[128:] *= 1.3
+        return rows
+    return None
 
-    def weight(name: str, value: torch.Tensor) -> torch.Tensor:
-        made = change(name, value)
+
+def one_projection(name: str, value: torch.Tensor) -> torch.Tensor | None:
+    return value * 1.05 if "layers.4.linear_attn.in_proj_z" in name else None
+
+
+ACTIVATIONS = {
+    "E01": (experts_mod(4), True, ("conversion", EVERY, "experts")),
+    "one projection": (one_projection, False, ("rollout", [4], "linear_attention")),
+    "G05": (scaled, False, ("rollout", [0], "linear_attention")),
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_an_engines_activations_are_held_against_the_candidates(name: str, faulty: Path, tmp_path: Path) -> None:
+    change, own, expected = ACTIVATIONS[name]
+
+    def weight(one: str, value: torch.Tensor) -> torch.Tensor:
+        made = change(one, value)
         return value if made is None else made
 
     recording = recorded(tmp_path, Errors(weight=weight))
     stages = ("--stages", "weights,engine", "--all-stages")
     code, page = climbed(tmp_path / "out", "--candidate", faulty if own else GOOD, "--rollout-recording", recording, *stages)
-    cls = "conversion" if own else "rollout"
-    assert (code, [fault_of(one)[:3] for one in page["faults"]]) == (
-        1, [(cls, EVERY if own else [4], "experts" if own else "linear_attention")],
-    )  # fmt: skip
+    assert (code, fault_of(page["first"])[:3]) == (1, expected)
+    assert {one["class"] for one in page["faults"]} == {expected[0]}
     rows = [" ".join(probe.split()[:5]) for probe in page["stages"][4]["probes"]]
     assert rows[0] == "engine prefill against reference: differs," and len(rows) == 3
     assert ("the engine" in clears(page)) == own and page["stages"][4]["verdict"] == "differs"
