@@ -7,6 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+from bisect_hooks.errors import UsageError
+from bisect_hooks.hf import Reference
+
 from bisect_tool.faults import Fault
 from bisect_tool.ladder import Job
 from bisect_tool.prompts import Batch
@@ -14,6 +18,7 @@ from bisect_tool.recorded import record_candidate
 from bisect_tool.recording import Recording
 from bisect_tool.report import StageResult, united
 from bisect_tool.rollouts.known import Known
+from bisect_tool.rollouts.scoring import Model
 from bisect_tool.rollouts.stage import judge_engine
 
 
@@ -24,16 +29,29 @@ def run_engine(job: Job, earlier: Sequence[StageResult], result: StageResult) ->
     found = job.gathered
     with found.open:
         known = replace(known_of(earlier), rerun=job.rollout.rerun, audit=_audit(job))
+        models: dict[str, Model] = {}
         record = None
         if job.candidate_path is not None and (found.samples or found.recordings):
             run = job.candidate_run(Batch(tuple(sample.tokens for sample in found.samples) or ((0,),)))
             run.build()
-            known = replace(known, model=run)
+            models["candidate"] = run
 
             def record(batch: Batch, out: Path) -> Recording:
                 return record_candidate(job, replace(run, batch=batch), out)
 
-        judge_engine(found, known, result, record)
+        if job.export is not None and found.samples and not known.conversion:
+            models |= _export(job, result)
+        judge_engine(found, replace(known, models=models), result, record)
+
+
+def _export(job: Job, result: StageResult) -> dict[str, Model]:
+    """The export as transformers runs it, where it does."""
+    assert job.export is not None
+    try:
+        return {"export": Reference(job.export, job.family, job.dims, torch.float32, torch.device(job.device))}
+    except UsageError as error:
+        result.notes.append(f"the export's own log-probs are not in the table: {error.message}")
+        return {}
 
 
 def known_of(earlier: Sequence[StageResult]) -> Known:
@@ -53,5 +71,6 @@ def _said(faults: Sequence[Fault]) -> str:
 
 
 def _audit(job: Job) -> str:
-    candidate = shlex.quote(str(job.candidate_path)) if job.candidate_path is not None else "MEGATRON_DIR"
-    return f"bisect-tool audit --reference {shlex.quote(str(job.reference_path))} --candidate {candidate}"
+    given = [("--candidate", job.candidate_path), ("--export", job.export)]
+    words = [word for flag, path in given if path is not None for word in (flag, str(path))] or ["--candidate", "MEGATRON_DIR"]
+    return shlex.join(["bisect-tool", "audit", "--reference", str(job.reference_path), *words])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -49,12 +49,12 @@ class Bench:
     """The responses, the reference's view of them, and one method a question."""
 
     def __init__(
-        self, samples: Sequence[Sample], scored: Sequence[Scored], candidate: Sequence[Scored | None], reference: Reference,
+        self, samples: Sequence[Sample], scored: Sequence[Scored], others: Sequence[Mapping[str, Scored]], reference: Reference,
         text: Callable[[list[int]], str], known: Known,
     ) -> None:  # fmt: skip
         self.samples, self.scored, self.reference, self.text = samples, scored, reference, text
         self.known, self.rerun = known, known.rerun
-        self.said = [judging.sides_of(*one) for one in zip(samples, scored, candidate, strict=True)]
+        self.said = [judging.sides_of(*one) for one in zip(samples, scored, others, strict=True)]
         self.found = Judged()
         self.lowest = min((sample.age for sample in samples), default=(0, ""))
 
@@ -220,11 +220,11 @@ class Bench:
         said = [self.said[i] for i, _ in bad]
         to_trainer = all(self._to_trainer(i) for i, _ in bad)
         distances = judging.table(said)
-        candidates = not to_trainer and judging.explains(distances, "candidate")
-        if candidates and self.known.found:
-            self._shown(distances, len(bad), len(measured))
+        given = None if to_trainer else next((name for name in judging.GIVEN if judging.explains(distances, name)), None)
+        if given is not None and self.known.found:
+            self._shown(given, distances, len(bad), len(measured))
             return
-        tried = seen.kind in ("every", "decode") and not candidates
+        tried = seen.kind in ("every", "decode") and given is None
         explained = self._simulated([i for i, one in bad if not one.text]) if tried else None
         engine = torch.cat([each.side(each.best) for each in said])
         reference = torch.cat([each.reference for each in said])
@@ -251,16 +251,16 @@ class Bench:
         self._add(blamed.cls, HEAD, blamed.between, relation, text, blamed.next, difference, whole=True, candidates=blamed.candidates)
         self.found.cleared += blamed.cleared
 
-    def _shown(self, distances: dict[tuple[str, str], float], bad: int, count: int) -> None:
-        """The engine says what the candidate says: its responses show what an earlier stage found, and are no fault of their own."""
-        near = min(value for pair, value in distances.items() if "candidate" in pair and "reference" not in pair)
-        away = distances["candidate", "reference"]
+    def _shown(self, side: str, distances: dict[tuple[str, str], float], bad: int, count: int) -> None:
+        """The engine says what candidate or export say: its responses show what an earlier stage found, and are no fault of their own."""
+        near = min(value for pair, value in distances.items() if side in pair and {"decode", "prefill"} & set(pair))
+        away = distances[side, "reference"]
         self.found.shown = True
         self.found.notes.append(
-            f"{bad} of {count} responses are what the candidate says ({near:.2g} nats a token from it, {away:.2g} from the reference): "
+            f"{bad} of {count} responses are what the {side} says ({near:.2g} nats a token from it, {away:.2g} from the reference): "
             f"they show {self.known.found}"
         )
-        self.found.cleared.append(("the engine", "it computes what the candidate computes"))
+        self.found.cleared.append(("the engine", f"it computes what the {side} computes"))
 
     def _quiet(self, compared: Sequence[int], measured: Sequence[Measured]) -> None:
         """More than engines usually are apart, and not enough to be a fault: is it one that is known, and small here?"""

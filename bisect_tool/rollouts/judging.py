@@ -14,8 +14,17 @@ from bisect_tool.rollouts.patterns import ALL_APART, MOST, USUAL, Measured, Patt
 from bisect_tool.rollouts.sample import Sample
 from bisect_tool.rollouts.scoring import Scored
 
-SIDES = ("decode", "prefill", "trained", "candidate")
-WORDS = {"decode": "engine decode", "prefill": "engine prefill", "trained": "trainer", "candidate": "candidate", "reference": "reference"}
+SIDES = ("decode", "prefill", "trained", "candidate", "export")
+# sides that hold the converted weights: an engine that says what one of them says computes what it was given
+GIVEN = ("candidate", "export")
+WORDS = {
+    "decode": "engine decode",
+    "prefill": "engine prefill",
+    "trained": "trainer",
+    "candidate": "candidate",
+    "export": "export",
+    "reference": "reference",
+}
 SERVE = "serve the original checkpoint with the same engine flags, and rollout --server URL"
 
 
@@ -27,6 +36,7 @@ class Said:
     prefill: torch.Tensor
     trained: torch.Tensor
     candidate: torch.Tensor
+    export: torch.Tensor
     reference: torch.Tensor
 
     @property
@@ -42,15 +52,15 @@ class Said:
         return self.side(one) - self.side(other)
 
 
-def sides_of(sample: Sample, view: Scored, candidate: Scored | None = None) -> Said:
+def sides_of(sample: Sample, view: Scored, others: Mapping[str, Scored]) -> Said:
     """All that was said of a sample."""
 
     def row(values: Sequence[float | None]) -> torch.Tensor:
         padded = values if values else [None] * sample.length
         return torch.tensor([math.nan if value is None else value for value in padded], dtype=torch.float64)
 
-    other = row(()) if candidate is None else candidate.logs[sample.start :]
-    return Said(row(sample.decode), row(sample.prefill[sample.start :]), row(sample.trained), other, view.logs[sample.start :])
+    given = (others[name].logs[sample.start :] if name in others else row(()) for name in GIVEN)
+    return Said(row(sample.decode), row(sample.prefill[sample.start :]), row(sample.trained), *given, view.logs[sample.start :])
 
 
 def mean_apart(said: Sequence[Said], one: str, other: str) -> float | None:
@@ -121,10 +131,11 @@ def blame(found: Mapping[tuple[str, str], float], seen: Pattern, known: Known, t
             (("the engine", "it computes what the trainer computes"),), ("conversion", "model-definition", "parallel"),
             next=f"{known.audit} decides it.",
         )  # fmt: skip
-    if explains(found, "candidate"):
+    side = next((name for name in GIVEN if explains(found, name)), None)
+    if side is not None:
         return Blame(
-            None, ("reference", "candidate"), "engine and candidate agree with each other and not with the reference: both have the wrong model",
-            (("the engine", "it computes what the candidate computes"),), ("conversion", "model-definition", "parallel"),
+            None, ("reference", side), f"engine and {side} agree with each other and not with the reference: both have the wrong model",
+            (("the engine", f"it computes what the {side} computes"),), ("conversion", "model-definition", "parallel"),
             next=f"{known.audit} decides it; run with --stages weights,forward places it.",
         )  # fmt: skip
     reasons = {

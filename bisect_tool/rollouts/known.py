@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from bisect_tool.rollouts.scoring import Model
@@ -18,8 +18,8 @@ class Known:
 
     conversion  why the conversion is cleared ("" where it is not)
     held        whether the engine holds, byte by byte, what it should
-    found       what an earlier stage found in the candidate ("" where nothing): an engine that agrees with the candidate shows it
-    model       what computes the candidate's log-probs; None where no candidate is built
+    found       what an earlier stage found in candidate or export ("" where nothing): an engine that agrees with those shows it
+    models      what computes the log-probs of "candidate" and "export", where they are there
     rerun       flags → the command that was given, with those flags added
     audit       the command that looks at the weights
     """
@@ -27,6 +27,6 @@ class Known:
     conversion: str = ""
     held: bool = False
     found: str = ""
-    model: Model | None = None
+    models: Mapping[str, Model] = field(default_factory=dict)
     rerun: Callable[[str], str] = field(default=_flags)
     audit: str = "bisect-tool audit --reference DIR --candidate MEGATRON_DIR"

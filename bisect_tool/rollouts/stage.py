@@ -154,8 +154,9 @@ def _responses(found: Gathered, known: Known, result: StageResult, open_question
     asked.progress("engine: loading the reference")
     reference = Reference(found.directory.path, found.family, found.dims, torch.float32, torch.device(asked.device))
     scored = score(reference, samples, found.dims.vocabulary, asked.progress)
-    other = [None] * len(samples) if known.model is None else score(known.model, samples, found.dims.vocabulary, asked.progress)
-    judged = engine.Bench(samples, scored, other, reference, found.tokenizer.text, known).judge()
+    given = {side: score(model, samples, found.dims.vocabulary, asked.progress) for side, model in known.models.items()}
+    others = [{side: views[i] for side, views in given.items()} for i in range(len(samples))]
+    judged = engine.Bench(samples, scored, others, reference, found.tokenizer.text, known).judge()
     result.faults += judged.faults
     result.notes += judged.notes
     result.skipped += judged.skipped

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any
 import foreign_dumps
 import pytest
 import torch
-from engine_room import MODEL, ROOT, Engine, experts_mod, fault_of, rewritten, said, slime_dump, times
+from engine_room import MODEL, ROOT, Engine, experts_mod, fault_of, halves_swapped, rewritten, said, slime_dump, times
+from safetensors.torch import load_file, save_file
 from written import Errors, Written
 
 from bisect_tool.__main__ import run
@@ -52,6 +54,15 @@ def test_a_right_engine_agrees_with_candidate_and_reference(engine: Engine, tmp_
     assert (code, page["faults"], [stage["verdict"] for stage in page["stages"]]) == (0, [], ["agrees"] * 5)
     assert "engine decode - candidate" in page["stages"][4]["probes"][0]
     assert clears(page) >= {"the conversion", "the model's definition", "the engine's decode", "tokenisation and template"}
+
+
+@pytest.mark.parametrize("flags", [("--tp", "2", "--sp"), ("--ep", "2"), ("--pp", "2")], ids=lambda flags: " ".join(flags))
+def test_the_candidate_scores_under_a_layout_what_it_scores_on_one_rank(flags: tuple[str, ...], engine: Engine, tmp_path: Path) -> None:
+    dump = slime_dump(tmp_path / "0.pt", engine.generate()[:3])
+    code, page = climbed(tmp_path / "out", "--candidate", GOOD, "--rollout", dump, "--stages", "engine", *flags)
+    distances = dict(re.findall(r"(engine decode - candidate|candidate - reference) ([\d.e+-]+)", page["stages"][4]["probes"][0]))
+    assert code == 0 and set(distances) == {"engine decode - candidate", "candidate - reference"}
+    assert max(map(float, (one.rstrip(",") for one in distances.values()))) < 1e-4
 
 
 def test_an_engine_that_says_what_the_faulty_candidate_says_shows_its_fault_and_has_none(
@@ -105,6 +116,25 @@ def test_an_export_that_equals_the_reference_clears_the_conversion(engine: Engin
     code, page = climbed(tmp_path / "out", "--export", tmp_path / "export", "--rollout", dump, "--stages", "weights,engine")
     assert (code, [fault_of(one)[0] for one in page["faults"]]) == (1, ["rollout"])
     assert any(one["suspect"] == "the conversion" and "of the export equal the reference" in one["why"] for one in page["cleared"])
+
+
+def test_an_engine_that_serves_a_faulty_export_shows_its_fault_and_has_none(engine: Engine, tmp_path: Path) -> None:
+    """The checkpoint is right, the export is not (halves exchanged), and the engine computes what it was given."""
+    shutil.copytree(MODEL, tmp_path / "export")
+    for file in (tmp_path / "export").glob("*.safetensors"):
+        tensors = load_file(file)
+        save_file({name: swapped(name, tensor) for name, tensor in tensors.items()}, file, {"format": "pt"})
+    dump = slime_dump(tmp_path / "0.pt", engine.generate(fault=rewritten(halves_swapped)))
+    arguments = ("--candidate", GOOD, "--export", tmp_path / "export", "--rollout", dump)
+    code, page = climbed(tmp_path / "out", *arguments, "--stages", "weights,engine", "--all-stages")
+    assert code == 1 and {one["class"] for one in page["faults"]} == {"conversion"}
+    assert all("export" in one["between"] for one in page["faults"])
+    assert "what the export says" in said(page) and "the engine" in clears(page)
+
+
+def swapped(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    made = halves_swapped(name, tensor) if "mtp" not in name else None
+    return tensor if made is None else made.contiguous()
 
 
 def test_rollouts_alone_leave_the_class_open_and_name_the_piece(engine: Engine, tmp_path: Path) -> None:
