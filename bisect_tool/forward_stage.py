@@ -21,7 +21,7 @@ from bisect_tool.noise import MARGIN
 from bisect_tool.prompts import Batch
 from bisect_tool.ranks import WORLDS
 from bisect_tool.recording import Recording
-from bisect_tool.reference import answers_of, load_reference, recorded_reference, tolerance_of
+from bisect_tool.reference import answers_of, golden_reference, load_reference, recorded_reference, tolerance_of
 from bisect_tool.report import StageResult
 from bisect_tool.shards import shard_of
 
@@ -33,7 +33,8 @@ def run_forward(job: Job, result: StageResult, answers: list[dict[str, str]]) ->
     WORLDS.get(job.parallel.world, job.device)  # ranks start while the reference runs
     run = job.candidate_run()
     job.progress("forward: reference")
-    recorded = recorded_reference(job.reference, job.family, job.candidate.layout, DTYPES[job.dtype], job.device, job.batch)
+    what = (job.reference, job.family, job.candidate.layout, DTYPES[job.dtype], job.device, job.batch)
+    recorded = golden_reference(job.golden, *what) if job.golden is not None else recorded_reference(*what)
     result.notes += recorded.notes
     job.progress("forward: candidate")
     missing = run.build()
