@@ -45,13 +45,16 @@ class Held:
     comparison: Comparison | None
 
     @property
-    def agrees(self) -> bool:
-        return self.inner.verdict is not Verdict.DIFFERS
+    def agrees(self) -> bool | None:
+        """None where something expected was not compared and no difference was found."""
+        return {Verdict.AGREES: True, Verdict.DIFFERS: False}.get(self.inner.verdict or Verdict.INCOMPARABLE)
 
     @property
     def row(self) -> str:
         """A line of the table."""
         sites = self.inner.compared.get("sites", 0)
+        if self.agrees is None:
+            return f"{self.words[1]} against {self.words[0]}: no difference at {sites} sites, and not all could be compared"
         if self.agrees:
             return f"{self.words[1]} against {self.words[0]}: agrees at {sites} sites"
         first = self.inner.faults[0].first
@@ -161,11 +164,11 @@ def _conclude(
         result.cleared.append((CONVERSION, "prefill and decode use the same weights, and prefill agrees with the reference"))
     elif agree("reference", "candidate"):
         result.cleared.append((CONVERSION, "the candidate's activations on the engine's tokens agree with the reference"))
-    if decode:
+    if decode is True:
         result.cleared.append(("the engine's decode", "its activations agree with the reference site by site"))
     for word in engines:
         held = table["reference", word]
-        if held.agrees or (word == "engine decode" and prefill is False and self_consistent):
+        if held.agrees is not False or (word == "engine decode" and prefill is False and self_consistent):
             continue
         if agree("reference", "candidate") is False and agree("candidate", word):
             result.cleared.append(("the engine", "it computes what the candidate computes"))
