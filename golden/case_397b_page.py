@@ -33,10 +33,7 @@ def page_of(
         ("export", "slime 0.2.4's export of the EP 4 checkpoint"), ("repaired", "the EP 4 checkpoint, repaired"),
     ]  # fmt: skip
     right, sums = numbers["right"], numbers["sums"]
-    garbled = [
-        (one["prompt"].replace("<bos>", ""), one["reference"], one["candidate"], numbers["mended"][one["prompt"]])
-        for one in numbers["garbled"]
-    ]
+    garbled = [(one["prompt"], one["reference"], one["candidate"], numbers["mended"][one["prompt"]]) for one in numbers["garbled"]]
     first = pages["slime-ep4"]["first"]["relation"]["detail"]
     big = pages["geometry"]["first"]["relation"]["detail"]
     away = next(probe for probe in pages["ladder"]["stages"][4]["probes"] if probe.startswith("mean distance"))
