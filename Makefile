@@ -56,7 +56,7 @@ bench-audit: install  ## speed and memory of the audit, as ratios, each with its
 drill-397b: install  ## the audit on the 397B geometry: 805 GB a side as sparse files, E01 among 512 experts (needs 16 GB of disk)
 	$(BIN)/python golden/drill_397b.py
 
-case-397b: install  ## docs/case-397b.md again: the 397B case in miniature, every number from the run (about 3 minutes)
+case-397b: install  ## docs/case-397b.md again: the 397B case in miniature, every number from the run (about 6 minutes)
 	$(BIN)/python golden/case_397b.py
 
 drill-kill: install  ## kill an audit at 50 places, and run it again

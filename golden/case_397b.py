@@ -182,7 +182,7 @@ def _answers(case: Case) -> None:
             case.numbers["mended"] = {one["prompt"]: one["candidate"] for one in found if one["prompt"] in asked}
     if right["slime-0.2.4-ep4"] >= right["reference"] or right["repaired"] != right["reference"]:
         raise BrokenError(f"answers: {right}")
-    case.numbers |= {"right": right, "sums": SUMS}
+    case.numbers |= {"right": right, "sums": SUMS, "responses": ROLLOUTS}
 
 
 def _right(prompt: str, answer: str) -> bool:

@@ -111,7 +111,7 @@ no cause of garbage. The command for ours:
 With three quarters of its experts wrong the small model degrades, because router, shared expert and attention are right; with
 {big["wrong"]} of {big["of"]} wrong there is little left.
 
-An engine's own words, from an engine that serves the export (here transformers samples {len(pages["ladder"]["provenance"]["rollout"]) and 8} responses from it: no
+An engine's own words, from an engine that serves the export (here transformers samples {numbers["responses"]} responses from it: no
 engine can be installed where this runs). Rollouts alone say that it is wrong and from which token on, and not whose fault it is, so the
 class stays open and the report names the piece that decides:
 
