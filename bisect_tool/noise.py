@@ -14,8 +14,10 @@ from dataclasses import dataclass
 import torch
 
 MARGIN = 8.0
-# a column seen by few tokens leans on its neighbours: as if this many more differences of usual size had been seen there
+# a column seen by few tokens leans on its neighbours: as if this many more differences had been seen there, of the usual size, or of
+# the usual size among the NEAR on either side if that is larger (one head can be a hundred times as loud as another)
 LEAN = 8.0
+NEAR = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +59,15 @@ def estimate(said: torch.Tensor, deltas: Sequence[torch.Tensor], least: float) -
 
     The scale never falls below `least` (half a unit in the last place) times the magnitude of the column, or of the usual column.
     """
-    delta = torch.stack([one.float() for one in deltas])
+    # a re-evaluation that changes no bit (one prompt alone, where there is but one) has sampled no noise
+    delta = torch.stack([one.float() for one in deltas if bool(one.nan_to_num(0.0).any())] or [one.float() for one in deltas[:1]])
     valid = ~delta.isnan().all(-1)
     delta = delta.nan_to_num(0.0)
     seen = float(valid.sum())
     columns = (delta.square().sum((0, 1)) / max(seen, 1.0)).double()
-    columns = ((seen * columns + LEAN * columns.median()) / (seen + LEAN)).sqrt()
+    near = torch.cat([columns[:1].expand(NEAR), columns, columns[-1:].expand(NEAR)]).unfold(0, 2 * NEAR + 1, 1)
+    usual = near.sort(-1).values[:, :-2].mean(-1)  # a massive channel or two are not what is usual there
+    columns = ((seen * columns + LEAN * usual.maximum(columns.median())) / (seen + LEAN)).sqrt()
     size = said.double().square().mean(0).sqrt()
     columns = columns.maximum(least * size.maximum(size.median())).clamp_min(torch.finfo(torch.float32).tiny)
     z = delta / columns

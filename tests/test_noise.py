@@ -42,6 +42,20 @@ def test_noise_is_no_fault(tokens: int, seed: int) -> None:
     assert worst(values, again(values, 1000 + seed), noise_of(values))[0] < 1
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_of_one_token_whose_heads_are_not_alike_in_size_noise_is_no_fault(seed: int) -> None:
+    """Noise goes with a head, not with a channel, and two of four re-evaluations change no bit where there is but one token."""
+    generator = torch.Generator().manual_seed(seed)
+    loud = torch.logspace(0, -3, 8).repeat_interleave(24)
+    values = loud * torch.randn(1, len(loud), generator=generator)
+
+    def noise() -> torch.Tensor:
+        return EPS * loud * torch.randn(1, len(loud), generator=generator) * (torch.rand(1, len(loud), generator=generator) < 0.6)
+
+    found = estimate(values, [torch.zeros_like(values), torch.zeros_like(values), noise(), noise()], EPS / 4)
+    assert worst(values, values + noise(), found)[0] < 1
+
+
 def change(rows: slice | int, columns: slice | int, factor: float) -> Edit:
     def edit(candidate: torch.Tensor) -> None:
         candidate[rows, columns] *= factor
