@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from bisect_tool import golden
 from bisect_tool.__main__ import run
@@ -24,11 +27,16 @@ Page = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def faulty(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An audit of a planted fault."""
+    """An audit of an export with E01 in it: expert e holds expert e mod 4."""
     folder = tmp_path_factory.mktemp("faulty")
-    candidate = golden.candidate()
-    assert run(["plant", "E01", "--candidate", str(candidate), "--out", str(folder / "e01"), "--ep", "4"]) == 0
-    audit = ["audit", "--reference", str(golden.reference()), "--candidate", str(folder / "e01"), "--out", str(folder / "report")]
+    shutil.copytree(golden.reference(), folder / "export")
+    for file in (folder / "export").glob("*.safetensors"):
+        tensors = {
+            name: one[torch.arange(len(one)) % 4] if ".mlp.experts." in name and one.dim() == 3 else one
+            for name, one in load_file(file).items()
+        }
+        save_file({name: one.contiguous() for name, one in tensors.items()}, file, {"format": "pt"})
+    audit = ["audit", "--reference", str(golden.reference()), "--export", str(folder / "export"), "--out", str(folder / "report")]
     assert run(audit) == 1
     return folder / "report"
 
@@ -259,7 +267,7 @@ def test_several_formats_are_files_and_one_goes_to_stdout(faulty: Path, tmp_path
     assert run(["report", str(faulty), "--format", "junit", "--out", str(tmp_path / "ci")]) == 0
     suite_of((tmp_path / "ci" / "report.junit.xml").read_text())
     # a run may write its report over all of them
-    audit = ["audit", "--reference", str(golden.reference()), "--candidate", str(golden.candidate()), "--out", str(faulty)]
+    audit = ["audit", "--reference", str(golden.reference()), "--export", str(golden.reference()), "--out", str(faulty)]
     before = (faulty / "report.json").read_text()
     assert run(audit) == 0
     (faulty / "report.json").write_text(before)
