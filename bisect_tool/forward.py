@@ -12,13 +12,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
-from bisect_hooks.errors import BisectError
+from bisect_hooks.errors import BisectError, by_kind
 from bisect_hooks.family import Dimensions, Routing
 from bisect_hooks.site import Site, parse_site
 from bisect_hooks.tap import split_key
 
 from bisect_tool.candidate import CandidateRun, Said
-from bisect_tool.conversion import by_kind
 from bisect_tool.faults import Finding
 from bisect_tool.flow import CURED_AT, in_place, site_name, upstream, word
 from bisect_tool.judge import Tolerance, Verdict, judge
@@ -64,12 +63,16 @@ class Judged:
 
 @dataclass(slots=True)
 class Pass:
-    """One grafted run, judged.  `values` are the pairs that were judged, for whoever wants to look closer."""
+    """One grafted run, judged.
+
+    values    the pairs that differ, for whoever wants to look closer
+    replicas  keys whose replicas were not bit-equal, with the largest absolute difference
+    """
 
     judged: dict[str, Judged] = field(default_factory=dict)
     values: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     experts: dict[str, list[int]] = field(default_factory=dict)
-    said: Said | None = None
+    replicas: Mapping[str, float] = field(default_factory=dict)
     flips: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def differing(self, known: Iterable[Site] = ()) -> set[str]:
@@ -113,7 +116,7 @@ class Bench:
         grafts = [*(base_grafts(self.dims) if base else [f"layers.{n}.input" for n in range(self.dims.layers)]), *cures]
         said = self.run.record((self.recording.path, grafts))
         probes = self.run.probe(probe_inputs(self.recording, self.dims))
-        result = Pass(said=said)
+        result = Pass(replicas=said.replicas)
         handed = _handed(said, set(grafts), self.recording)
         for key in expected_keys(self.recording, self.run.fused):
             result.judged[key] = self._judge(key, said, handed, probes, result)
@@ -144,8 +147,10 @@ class Bench:
             difference = measure(reference, candidate)
         except BisectError as error:
             return Judged(key, Verdict.INCOMPARABLE, None, tolerance, error.message)
-        result.values[key] = (reference, candidate)
-        return judged(key, reference, candidate, difference, tolerance)
+        one = judged(key, reference, candidate, difference, tolerance)
+        if one.verdict is Verdict.DIFFERS:
+            result.values[key] = (reference, candidate)
+        return one
 
     def _routed_alike(self, topk: str, handed: Callable[[str], torch.Tensor]) -> torch.Tensor:
         """Tokens whose experts both sides chose alike: elsewhere their sums are of other experts.  All tokens where there is none."""
@@ -173,7 +178,6 @@ class Bench:
         if key not in probes:
             return Judged(key, Verdict.INCOMPARABLE, None, tolerance, "the candidate has no such experts")
         reference, candidate = self.recording[key].float(), probes[key].tensor.float()  # type: ignore[attr-defined]
-        result.values[key] = (reference, candidate)
         if reference.shape != candidate.shape:
             return Judged(
                 key,

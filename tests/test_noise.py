@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from bisect_tool.measure import measure
 from bisect_tool.noise import Noise, estimate, weigh
 
 EPS = 2.0**-9
@@ -112,3 +113,21 @@ def test_where_every_evaluation_is_the_same_half_a_unit_in_the_last_place_is_lef
     noise = estimate(values, [torch.zeros(4, 6)], EPS)
     assert worst(values, values * (1 + EPS), noise)[0] < 1
     assert worst(values, values * (1 + 100 * EPS), noise)[0] > 1
+
+
+def test_noise_by_blocks_of_rows_is_the_noise_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = site(3)
+    deltas = [again(values, 100 + i) - values for i in range(4)]
+    deltas[1][5:9] = torch.nan  # rows that can't be compared
+    candidate = again(values, 1000)
+    whole, far, size = estimate(values, deltas, EPS), weigh(values, candidate, noise_of(values)), measure(values, candidate)
+    monkeypatch.setattr("bisect_tool.measure.BLOCK", 7 * CHANNELS)
+    blocks = estimate(values, deltas, EPS)
+    for one, other in ((whole.rows, blocks.rows), (whole.columns, blocks.columns)):
+        torch.testing.assert_close(one, other)
+    assert (blocks.row, blocks.column) == pytest.approx((whole.row, whole.column))
+    for extreme, same in zip(far, weigh(values, candidate, noise_of(values)), strict=True):
+        assert (same.kind, same.index) == (extreme.kind, extreme.index) and same.size == pytest.approx(extreme.size)
+    again_measured = measure(values, candidate)
+    assert again_measured.relative_rms == pytest.approx(size.relative_rms)
+    assert (again_measured.index, again_measured.largest, again_measured.compared) == (size.index, size.largest, size.compared)

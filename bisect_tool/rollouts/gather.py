@@ -7,15 +7,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bisect_hooks.family import Dimensions, Family, family_of
+from bisect_hooks.family import Dimensions, Family
 from bisect_hooks.hf import Tokenizer
 
 from bisect_tool.hf_directory import HuggingFaceDirectory, open_hf
+from bisect_tool.ladder import check_device
 from bisect_tool.recording import Recording
 from bisect_tool.rollouts import evidence, server, tokens
 from bisect_tool.rollouts.evidence import Evidence
 from bisect_tool.rollouts.listings import Listing, read_hashes, read_names
 from bisect_tool.rollouts.sample import Sample
+from bisect_tool.unknown import family_in
 from bisect_tool.unshard import opened
 
 
@@ -41,7 +43,8 @@ def gather(asked: Evidence) -> Gathered:
     """Files are read, a server is asked.  Raises UsageError."""
     asked.check()
     directory = open_hf(asked.reference)
-    family = family_of(directory.config)
+    family = family_in(directory)
+    check_device(asked.device)
     dims = family.reference_dimensions(directory.config)
     found = Gathered(asked, directory, family, dims, TextOrIds(asked.reference))
     if asked.hashes:
