@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test unit drill check lint types golden train gate bench real real-package calibrate scoreboard scoreboard-rivals scoreboard-short versions bench-audit drill-397b drill-kill clean
+.PHONY: help install run test unit drill check lint types golden train gate bench real real-package calibrate scoreboard scoreboard-rivals scoreboard-short versions bench-audit drill-397b case-397b drill-kill clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -58,6 +58,9 @@ bench-audit: install  ## speed and memory of the audit, as ratios, each with its
 
 drill-397b: install  ## the audit on the 397B geometry: 805 GB a side as sparse files, E01 among 512 experts (needs 16 GB of disk)
 	$(BIN)/python golden/drill_397b.py
+
+case-397b: install  ## docs/case-397b.md again: the 397B case in miniature, every number from the run (about 6 minutes)
+	$(BIN)/python golden/case_397b.py
 
 drill-kill: install  ## kill an audit at 50 places, and run it again
 	KILLS=25 $(BIN)/python -m pytest tests/test_restart.py

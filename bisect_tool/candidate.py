@@ -148,6 +148,14 @@ class CandidateRun:
         gathered = Tap(Site("lm_head"), "", "b v[tp]").parsed.gather(shards, {}, self.parallel)
         return gathered[""].tensor.flatten(1)[: len(rows)]
 
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """ids, mask [b s] → logits [b s v], asked as a reference is."""
+        fed = self.fed(Batch(tuple(tuple(row[: int(n)].tolist()) for row, n in zip(ids, mask.sum(1), strict=True))))
+        answers = self.world.call("logits", ids=fed, positions=None)
+        shards = [(self._at(rank), answer) for rank, answer in enumerate(answers) if answer is not None]
+        gathered = Tap(Site("lm_head"), "", "b s v[tp]").parsed.gather(shards, {}, self.parallel)
+        return gathered[""].tensor[: len(ids), : ids.shape[1], : self.dims.vocabulary]
+
     def _at(self, rank: int) -> Coordinates:
         return self.parallel.coordinates(rank)
 

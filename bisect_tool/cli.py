@@ -13,7 +13,16 @@ from bisect_hooks.errors import UsageError
 from bisect_hooks.parallel import Parallel
 
 from bisect_tool import __version__
-from bisect_tool.options import DIRECTORY, candidate_option, out_option, parallel_options, reference_option, spec_option
+from bisect_tool.options import (
+    DIRECTORY,
+    candidate_option,
+    evidence_of,
+    out_option,
+    parallel_options,
+    reference_option,
+    rollout_options,
+    spec_option,
+)
 
 EXIT_CODES = """
 \b
@@ -64,6 +73,7 @@ def _stages(_context: click.Context, _option: click.Parameter, text: str | None)
 @candidate_option
 @click.option("--launch", type=DIRECTORY, help="Launch script: its flags say how the candidate is built.  Read, never executed.")
 @click.option("--export", type=DIRECTORY, help="Hugging Face directory exported from the candidate.")
+@rollout_options
 @click.option("--golden", type=DIRECTORY, help="Golden directory: its recording stands for the reference's forward, which is not run.")
 @click.option("--stages", callback=_stages, metavar="A,B", help=f"Run just these of {', '.join(STAGES)}.")
 @click.option("--all-stages", is_flag=True, help="Go on after the first stage that finds a fault.")
@@ -77,19 +87,22 @@ def _stages(_context: click.Context, _option: click.Parameter, text: str | None)
 @parallel_options
 @out_option
 def run(prompts: str, reference: Path | None, candidate: Path | None, parallel: Parallel | None, out: Path, **options: Any) -> int:
-    """Climb the ladder (inputs, config, weights, forward) and name the first fault.
+    """Climb the ladder (inputs, config, weights, forward, engine) and name the first fault.
 
     With --prompts alone it runs on the embedded tiny Qwen3.5-MoE and its converted checkpoint.
     """
+    engine = evidence_of(options)
     given = candidate or options["launch"] or options["export"]
-    if (reference is None) != (given is None):
-        raise UsageError("give --reference with --candidate, --launch or --export, or none of them (the embedded model)")
+    if (given is not None and reference is None) or (reference is not None and given is None and engine is None):
+        raise UsageError("give --reference with --candidate, --launch, --export or --rollout, or none of them (the embedded model)")
     _start(out)
     from bisect_tool import golden, ladder
 
+    own = reference is None
+    reference, candidate = reference or golden.reference(), golden.candidate() if own else candidate
     job = ladder.Job(
-        reference_path=reference or golden.reference(),
-        candidate_path=candidate if reference is not None else golden.candidate(),
+        reference_path=reference,
+        candidate_path=candidate,
         launch=options["launch"],
         export=options["export"],
         golden=options["golden"],
@@ -105,8 +118,20 @@ def run(prompts: str, reference: Path | None, candidate: Path | None, parallel: 
         strict=options["strict"],
         command=_command(),
         progress=Progress(),
+        rollout=_evidence(engine, reference, candidate, prompts, options) if engine else None,
     )
     return _judge(ladder.climb(job), out)
+
+
+def _evidence(engine: dict[str, Any], reference: Path, candidate: Path | None, prompts: str, options: dict[str, Any]) -> Any:
+    """An engine's evidence beside a run's, with the words that give the run again."""
+    from bisect_tool.rollouts.evidence import Evidence
+
+    words = ["bisect-tool", "run", "--prompts", prompts, "--reference", str(reference)]
+    words += [word for flag, path in (("--candidate", candidate), ("--export", options["export"])) if path for word in (flag, str(path))]
+    return Evidence(
+        reference, export=options["export"], device=options["device"], command=_command(), progress=Progress(), base=shlex.join(words), **engine
+    )  # fmt: skip
 
 
 @cli.command("audit")
@@ -165,35 +190,24 @@ def config_command(reference: Path, out: Path, given: tuple[str, ...], **evidenc
 
 
 @cli.command("rollout")
-@click.argument("more", nargs=-1, type=DIRECTORY, metavar="[FILE]...")
 @click.option("--reference", type=DIRECTORY, required=True, help="Hugging Face directory.")
-@click.option(
-    "--rollout", "rollouts", multiple=True, type=DIRECTORY, metavar="FILE...", help="Dumps of slime, miles or verl, or JSONL lines."
-)
-@click.option(
-    "--train", multiple=True, type=DIRECTORY, metavar="FILE", help="The trainer's dump of the same rollouts (--save-debug-train-data)."
-)
-@click.option("--server", metavar="URL", help="A running engine (SGLang, vLLM) that scores the same ids in one pass.")
-@click.option("--hashes", multiple=True, type=DIRECTORY, metavar="FILE", help="What an engine holds, by digest (docs/engine-hash.md).")
+@rollout_options
 @click.option("--export", type=DIRECTORY, help="Hugging Face directory that was sent to the engine, where it is not the reference.")
-@click.option("--received", type=DIRECTORY, metavar="FILE", help="Names that the sync supplied: a listing or a log.")
-@click.option("--consumed", type=DIRECTORY, metavar="FILE", help="Names that the engine took: a listing or a log.")
-@click.option("--samples", type=click.IntRange(min=1), metavar="N", help="Score only N responses, spread evenly.")
+@click.option("--device", default="cpu", show_default=True, help="Where the reference computes.")
 @click.option("--strict", is_flag=True, help="Minor findings count as faults.")
 @out_option
-def rollout_command(more: tuple[Path, ...], rollouts: tuple[Path, ...], out: Path, **evidence: Any) -> int:
+def rollout_command(reference: Path, export: Path | None, device: str, strict: bool, out: Path, **options: Any) -> int:
     """The engine stage alone: what the rollout engine said, and what it holds, against the reference.
 
-    Give any of --rollout, --hashes, and --received with --consumed.  Dumps are read, never executed.
+    Give any of --rollout, --rollout-recording, --hashes, and --received with --consumed.  Dumps are read, never executed.
     """
-    if more and not rollouts:
-        raise UsageError(f"{more[0]} is no option", hint="files go behind --rollout")
     _start(out)
     from bisect_tool.rollouts.evidence import Evidence
     from bisect_tool.rollouts.stage import run_rollout
 
-    given = Evidence(rollouts=(*rollouts, *more), command=_command(), progress=Progress(), **evidence)
-    return _judge(run_rollout(given), out)
+    given = evidence_of(options) or {}
+    asked = Evidence(reference, export=export, device=device, strict=strict, command=_command(), progress=Progress(), **given)
+    return _judge(run_rollout(asked), out)
 
 
 @cli.command()
@@ -299,15 +313,16 @@ def compare_command(reference: Path, candidate: Path, strict: bool, out: Path) -
 @click.option("--reference", type=DIRECTORY, required=True, help="Hugging Face directory of the model; it may hold only config.json.")
 @click.option("--out", type=DIRECTORY, required=True, help="Where the recording goes (empty or new).")
 @click.option("--map", "given", type=DIRECTORY, help="JSON object, their name to ours; * stands for a layer's number.")
+@click.option("--decode", is_flag=True, help="Put the decode steps behind the prefill (sglang, a dump of one request).")
 @parallel_options
-def import_command(form: str, path: Path, reference: Path, out: Path, given: Path | None, parallel: Parallel | None) -> int:
+def import_command(form: str, path: Path, reference: Path, out: Path, given: Path | None, parallel: Parallel | None, decode: bool) -> int:
     """Make a Recording of a foreign dump: sglang, msprobe, slime, or torch (a dict of tensors).
 
     The parallel flags say how the dump's ranks were laid out, where it does not say so itself.
     """
     from bisect_tool import importing
 
-    click.echo(importing.import_dump(form, path, out, reference, parallel, given))
+    click.echo(importing.import_dump(form, path, out, reference, parallel, given, decode=decode))
     return 0
 
 
@@ -341,19 +356,18 @@ def hash_command(directory: Path) -> int:
 
 @cli.command()
 @click.argument("directory", type=DIRECTORY)
-@click.option("--format", "formats", default="text", show_default=True, help="text or json.")
-def report(directory: Path, formats: str) -> int:
-    """Render a finished run again."""
-    import json
+@click.option("--format", "formats", default="text", show_default=True, metavar="A,B", help="text, json, html, junit, sarif, github.")
+@click.option("--out", type=DIRECTORY, help="Where files go (default: one format to stdout, several into DIRECTORY).")
+def report(directory: Path, formats: str, out: Path | None) -> int:
+    """Render a finished run again.
 
+    github writes workflow commands, always to stdout: they work where a job's log shows them.
+    """
     from bisect_tool import report as pages
-    from bisect_tool import text
+    from bisect_tool.formats import rendering
 
-    page = pages.read(directory)
-    for name in formats.split(","):
-        if name not in ("text", "json"):
-            raise UsageError(f"unknown format {name!r}", hint="known: text, json")
-        click.echo(text.render(page) if name == "text" else json.dumps(page, indent=1), nl=name == "json")
+    for said in rendering.put(pages.read(directory), rendering.named(formats), directory, out):
+        click.echo(said, nl=False)
     return 0
 
 

@@ -25,10 +25,10 @@ from bisect_tool.flow import site_name, word
 from bisect_tool.forward import Judged
 from bisect_tool.free import Free, FreeRun
 from bisect_tool.judge import Tolerance, Verdict, judge
-from bisect_tool.ladder import package_version, timed
+from bisect_tool.ladder import package_version
 from bisect_tool.measure import measure
 from bisect_tool.recording import Recording
-from bisect_tool.report import STAGES, Report, StageResult, not_run
+from bisect_tool.report import STAGES, Report, StageResult, not_run, timed
 from bisect_tool.shapes import Shape, permutation_of, shape_of, token_errors
 from bisect_tool.shards import Shard, shard_of
 from bisect_tool.unshard import opened
@@ -50,7 +50,7 @@ def compare(
             aligned = align(one.provenance, other.provenance)
             inputs.compared = {"rows": len(one.provenance.rows), "tokens": one.batch.tokens}
             if isinstance(aligned, Mismatch):
-                inputs.faults = _faults([_inputs_differ(aligned, other)])
+                inputs.faults = _faults([inputs_differ(aligned, other)])
             else:
                 inputs.notes += aligned.notes
             inputs.verdict = Verdict.DIFFERS if inputs.faults else Verdict.AGREES
@@ -78,8 +78,8 @@ class Comparison:
     def run(self) -> FreeRun:
         return FreeRun(self.reference, self.candidate, self.index)
 
-    def judge(self, result: StageResult) -> None:
-        """Fills the stage."""
+    def judge(self, result: StageResult) -> Free:
+        """Fills the stage; answers the judgement by site."""
         found = self.run.judge(lambda key: self.progress(f"compare: {key}"))
         compared = [one for one in found.judged.values() if one.difference is not None or one.verdict is Verdict.AGREES]
         result.compared = {"sites": len({split_key(one.key)[0] for one in compared}), "tensors": len(compared), "tokens": len(self.index)}
@@ -96,6 +96,7 @@ class Comparison:
             result.notes.append(f"not compared: {len(found.missing) - 8} more")
         gap = found.missing or not compared
         result.verdict = Verdict.DIFFERS if result.faults else Verdict.INCOMPARABLE if gap else Verdict.AGREES
+        return found
 
     def _module_names(self, found: Free) -> Callable[[int], set[str]]:
         """What a whole layer is: its output, where nothing inside of it was compared."""
@@ -349,7 +350,8 @@ def _any_of(rows: torch.Tensor, keys: list[str], garbage: Mapping[str, torch.Ten
     return torch.stack([garbage[key] for key in keys]).any(0) if keys else torch.zeros_like(rows)
 
 
-def _inputs_differ(found: Mismatch, candidate: Recording) -> Finding:
+def inputs_differ(found: Mismatch, candidate: Recording) -> Finding:
+    """The finding of two recordings that are not of the same tokens."""
     relation = Relation(found.kind, found.detail) if found.kind else None
     shard = shard_of(Site("tokens"), parallel_of(candidate.provenance), "run", 1) if parallel_of(candidate.provenance).pp == 1 else None
     return Finding(

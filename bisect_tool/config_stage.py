@@ -86,6 +86,7 @@ def judge_words(
         findings, minor = findings + served.findings, served.minor
         result.notes += served.notes
         result.skipped += served.skipped
+        result.cleared += served.cleared
     result.faults = grouped(findings)
     result.minor = grouped(minor)
     result.verdict = Verdict.DIFFERS if findings else Verdict.AGREES
@@ -116,6 +117,7 @@ def _words(family: Family, config: Mapping[str, Any], words: Words, result: Stag
         mismatches = judged.mismatches
         result.notes += [f"{judged.compared} settings compared", *judged.notes]
         result.skipped += judged.skipped
+        result.cleared += judged.cleared
     layout = layout or launch_check.layout_of(launch.args, launch.spec)
     of = "conversion" if launch.converts or not launch.said else "run"
     fitted = fit(launch.args, dims, layout)  # by the sizes of config.json: one that is wrong is a finding of its own

@@ -16,11 +16,11 @@ from bisect_tool.checkpoint import open_checkpoint
 from bisect_tool.faults import Finding, group
 from bisect_tool.forward import Bench, Located, expected_keys, of_spec, to_finding
 from bisect_tool.judge import Verdict
-from bisect_tool.ladder import DTYPES, package_version, timed
+from bisect_tool.ladder import DTYPES, package_version
 from bisect_tool.noise import MARGIN
 from bisect_tool.recording import Recording
 from bisect_tool.reference import golden_recording
-from bisect_tool.report import STAGES, Report, StageResult, not_run
+from bisect_tool.report import STAGES, Report, StageResult, not_run, timed
 
 
 def gate(golden: Path, candidate: Path, parallel: Parallel, command: str, spec: Spec | None = None) -> Report:

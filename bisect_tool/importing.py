@@ -31,11 +31,14 @@ READERS: dict[str, Callable[[Path], Dump]] = {
     "slime": slime.read,
     "torch": torch_dict.read,
 }
+DECODES: dict[str, Callable[[Path], Dump]] = {"sglang": sglang.read_decode}
 SHOWN = 12
 
 
-def import_dump(form: str, path: Path, out: Path, reference: Path, parallel: Parallel | None = None, given: Path | None = None) -> str:
-    """Writes the Recording and returns lines about it.  `reference` needs only its config.json.
+def import_dump(
+    form: str, path: Path, out: Path, reference: Path, parallel: Parallel | None = None, given: Path | None = None, *, decode: bool = False
+) -> str:
+    """Writes the Recording and returns lines about it.  `reference` needs only its config.json.  decode: the decode steps too
 
     Raises UsageError for a dump that can't be read, or in which nothing is known.
     """
@@ -44,7 +47,9 @@ def import_dump(form: str, path: Path, out: Path, reference: Path, parallel: Par
     config = _config(reference)
     family = family_of(config)
     dims = family.reference_dimensions(config)
-    dump = READERS[form](path)
+    if decode and form not in DECODES:
+        raise UsageError(f"--decode reads the steps of {', '.join(DECODES)}; a dump of {form} holds one pass")
+    dump = (DECODES if decode else READERS)[form](path)
     renaming = Renaming(Names(family, dims, _mapping(given)), dump, _parallel(dump, parallel))
     with tempfile.TemporaryDirectory(prefix="bisect-import-") as folder:
         ranks = Path(folder)
@@ -60,7 +65,7 @@ def import_dump(form: str, path: Path, out: Path, reference: Path, parallel: Par
                 f"{name} (nearest: {', '.join(renaming.names.nearest(name)) or 'none'})" for name in list(renaming.unknown)[:3]
             )
             raise UsageError(f"{path}: no name in it is known: {near}", hint="say what they are with --map")
-        recording = unshard(ranks, out, imported=form)
+        recording = unshard(ranks, out, imported=form, decoded=() if dump.decoded is None else (dump.decoded,))
     lines = [f"wrote {out}: {len(recording.keys)} tensors, {recording.batch.tokens} tokens of {len(recording.provenance.rows)} sequences"]
     lines += [f"note: {note}" for note in (*dump.notes, *renaming.notes)]
     lines += [f"not put together: {key}: {why}" for key, why in recording.provenance.absent.items()]

@@ -1,23 +1,21 @@
-"""The ladder: inputs, config, weights, forward.  Each stage adds what it found; the first that finds a fault ends it."""
+"""The ladder: inputs, config, weights, forward, engine.  Each stage adds what it found; the first that finds a fault ends it."""
 
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from bisect_hooks.errors import UsageError
 from bisect_hooks.family import Dimensions, Family
 from bisect_hooks.parallel import Parallel
 
-from bisect_tool import config_check, launch_check
+from bisect_tool import clearing, config_check, launch_check
 from bisect_tool.args import plain
 from bisect_tool.candidate import CandidateRun
 from bisect_tool.checkpoint import Checkpoint
@@ -30,8 +28,12 @@ from bisect_tool.launch.launch import Launch
 from bisect_tool.launch.read import read_launch
 from bisect_tool.prompts import Batch, make_batch, read_prompts
 from bisect_tool.ranks import WORLDS
-from bisect_tool.report import STAGES, Report, StageResult, not_run
+from bisect_tool.report import STAGES, Report, StageResult, not_run, timed
 from bisect_tool.weights import Sides, run_weights
+
+if TYPE_CHECKING:
+    from bisect_tool.rollouts.evidence import Evidence
+    from bisect_tool.rollouts.gather import Gathered
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Progress = Callable[[str], None]
@@ -63,6 +65,7 @@ class Job:
     launch: Path | None = None
     jobs: int | None = None
     out: Path | None = None
+    rollout: Evidence | None = None
     golden: Path | None = None
 
     @cached_property
@@ -125,7 +128,15 @@ class Job:
         prompts = read_prompts(self.prompts, self.input_key)
         return make_batch(prompts, lambda: Tokenizer(self.reference.path), vocabulary=self.dims.vocabulary, positions=self.dims.positions)
 
-    def candidate_run(self) -> CandidateRun:
+    @cached_property
+    def gathered(self) -> Gathered:
+        """What the engine left, read and asked for."""
+        from bisect_tool.rollouts.gather import gather
+
+        assert self.rollout is not None
+        return gather(self.rollout)
+
+    def candidate_run(self, batch: Batch | None = None) -> CandidateRun:
         # slime's specs read the Hugging Face directory that its launch script names
         directory = {"hf_checkpoint": str(self.reference.path.resolve())} if self.spec else {}
         return CandidateRun(
@@ -136,7 +147,7 @@ class Job:
             self.parallel,
             DTYPES[self.dtype],
             self.device,
-            self.batch,
+            batch or self.batch,
             self.patch,
             self.spec,
         )
@@ -167,6 +178,8 @@ def climb(job: Job) -> Report:
         job.written_under  # noqa: B018 - refuses a layout that it can't have been written under
         if job.stages != ("weights",):
             job.args  # noqa: B018
+    if "engine" in job.stages and job.rollout is not None:
+        job.gathered  # noqa: B018
     forward = job.prompts is not None and job.candidate_path is not None
     if "forward" in job.stages and forward:
         check_device(job.device)
@@ -177,17 +190,19 @@ def climb(job: Job) -> Report:
             WORLDS.get(job.parallel.world, job.device).call("import_spec", spec=job.spec)
         elif job.stages == ("inputs", "forward") or job.everything:
             WORLDS.get(job.parallel.world, job.device)  # ranks start while the files are read
-    steps = {"inputs": inputs_stage, "config": config_stage, "weights": weights_stage, "forward": forward_stage}
     results: list[StageResult] = []
     answers: list[dict[str, str]] = []
+    steps = {"inputs": inputs_stage, "config": config_stage, "weights": weights_stage, "forward": forward_stage, "engine": engine_stage}
     for name in STAGES:
         found_by = next((result.name for result in results if result.verdict is Verdict.DIFFERS), None)
         if name not in job.stages:
             results.append(not_run(name, "not asked for (--stages)"))
-        elif name == "engine":
+        elif name == "engine" and job.rollout is None:
             results.append(not_run(name, "no rollout evidence was given"))
         elif name in ("inputs", "forward") and not forward:
             results.append(not_run(name, "no prompts were given" if job.prompts is None else "no candidate was given"))
+        elif name == "config" and job.candidate_path is None and job.export is None and job.launch is None:
+            results.append(not_run(name, "no candidate, launch script or export was given"))
         elif name == "weights" and job.candidate_path is None and job.export is None:
             results.append(not_run(name, "neither a candidate nor an export was given"))
         elif found_by and not job.everything:
@@ -196,7 +211,7 @@ def climb(job: Job) -> Report:
             result = StageResult(name)
             with timed(result):
                 job.progress(name)
-                steps[name](job, result, answers)
+                steps[name](job, result, answers, results)
             results.append(result)
     return Report(results, provenance(job), answers, job.strict)
 
@@ -214,15 +229,7 @@ def check_device(name: str) -> None:
         )
 
 
-@contextmanager
-def timed(result: StageResult) -> Iterator[None]:
-    """Counts the seconds of a stage."""
-    started = time.monotonic()
-    yield
-    result.seconds = time.monotonic() - started
-
-
-def inputs_stage(job: Job, result: StageResult, _answers: list[dict[str, str]]) -> None:
+def inputs_stage(job: Job, result: StageResult, *_: Any) -> None:
     """Are both sides given the same token ids?  Every data parallel rank's slice is put together again and compared."""
     run, batch = job.candidate_run(), job.batch
     fed = run.fed(batch)
@@ -237,7 +244,7 @@ def inputs_stage(job: Job, result: StageResult, _answers: list[dict[str, str]]) 
     )
 
 
-def config_stage(job: Job, result: StageResult, _answers: list[dict[str, str]]) -> None:
+def config_stage(job: Job, result: StageResult, *_: Any) -> None:
     """The launch's flags, the checkpoint's args, an export's own config, against config.json."""
     if job.launched is not None or job.export is not None:
         words = None
@@ -252,6 +259,8 @@ def config_stage(job: Job, result: StageResult, _answers: list[dict[str, str]]) 
     of = "conversion" if job.written_under else "unknown"
     result.faults = job.explained(config_check.findings(mismatches, parallel, of, job.dims.layers))
     result.notes.append(f"{count} settings compared")
+    if not mismatches:
+        result.cleared.append(("the checkpoint's args", f"{count} settings are those of config.json"))
     result.probes = [one.shown for one in mismatches]
     if job.read_by_spec:
         spec = " ".join(map(str, plain(job.candidate.args)["spec"]))
@@ -261,9 +270,10 @@ def config_stage(job: Job, result: StageResult, _answers: list[dict[str, str]]) 
     result.verdict = Verdict.DIFFERS if mismatches else Verdict.AGREES
 
 
-def weights_stage(job: Job, result: StageResult, _answers: list[dict[str, str]]) -> None:
+def weights_stage(job: Job, result: StageResult, *_: Any) -> None:
     """The audit, of every pair that was given."""
     missing: list[str] = []
+    equal: dict[str, int] = {}
     tensors = experts = 0
     for between, found, faults, minor in run_weights(job.sides, job.explained, job.jobs or jobs_for(job.sides), job.out, job.progress):
         result.faults += faults
@@ -276,7 +286,10 @@ def weights_stage(job: Job, result: StageResult, _answers: list[dict[str, str]])
         missing += [f"{between}: {line}" if several else line for line in found.missing]
         if not found.tensors:
             missing.append(f"{between}: no tensor could be compared")
+        if found.tensors and not (faults or found.missing):
+            equal[between] = found.tensors
     result.notes += [f"not compared: {line}" for line in missing]
+    clearing.by_weights(job, equal, result)
     result.compared = {"tensors": tensors, "experts": experts}
     if job.candidate_path is not None and job.candidate.skipped:
         result.skipped.append((f"{len(job.candidate.skipped)} entries of the checkpoint", "not weights (extra state, rng, optimizer)"))
@@ -293,11 +306,19 @@ def jobs_for(sides: Sides) -> int:
     return min(len(os.sched_getaffinity(0)), 16) if size > WORTH_A_PROCESS else 1
 
 
-def forward_stage(job: Job, result: StageResult, answers: list[dict[str, str]]) -> None:
+def forward_stage(job: Job, result: StageResult, answers: list[dict[str, str]], *_: Any) -> None:
     """Grafted runs; imported late, because it imports transformers."""
     from bisect_tool.forward_stage import run_forward
 
     run_forward(job, result, answers)
+    clearing.by_forward(job, result)
+
+
+def engine_stage(job: Job, result: StageResult, _answers: list[dict[str, str]], earlier: Sequence[StageResult]) -> None:
+    """What a rollout engine said, held and computed; imported late, because it imports transformers."""
+    from bisect_tool.engine_stage import run_engine
+
+    run_engine(job, earlier, result)
 
 
 def provenance(job: Job) -> Mapping[str, Any]:
@@ -313,12 +334,20 @@ def provenance(job: Job) -> Mapping[str, Any]:
         "digests": {"prompts": job.batch.digest} if job.prompts is not None and job.candidate_path is not None else {},
         "parallel": (job.written_under or job.parallel if job.stages == ("weights",) else job.parallel).shown(),
         "spec": " ".join(job.spec) if job.spec is not None else None,
+        **(engine_evidence(job) if job.rollout is not None else {}),
         "dtype": job.dtype if "forward" in job.stages else None,
         "device": job.device if "forward" in job.stages else None,
         "prompts": f"{job.prompts} ({len(job.batch.rows)} prompts, {job.batch.tokens} tokens)" if job.prompts is not None else None,
         "seed": None,
         "command": job.command,
     }
+
+
+def engine_evidence(job: Job) -> dict[str, Any]:
+    """What of an engine was given."""
+    from bisect_tool.rollouts.stage import said_of
+
+    return said_of(job.gathered) if "engine" in job.stages else {}
 
 
 def package_version(name: str) -> str:

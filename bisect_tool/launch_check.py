@@ -35,12 +35,13 @@ PATTERNS: dict[str, Callable[[int, int], bool]] = {
 
 @dataclass
 class Judged:
-    """What the comparison found."""
+    """What the comparison found.  cleared: flags that people suspect and that change nothing here, with the reason"""
 
     mismatches: list[Mismatch] = field(default_factory=list)
     compared: int = 0
     notes: list[str] = field(default_factory=list)
     skipped: list[tuple[str, str]] = field(default_factory=list)
+    cleared: list[tuple[str, str]] = field(default_factory=list)
 
 
 def layout_of(args: Mapping[str, Any], spec: str) -> CheckpointLayout:
@@ -75,7 +76,12 @@ def judge(family: Family, config: Mapping[str, Any], launch: Launch, checkpoint:
     if launch.unsaid == "reference":
         said = "what it does not say," if found.compared else "it says nothing of the model itself: that"
         found.notes.append(f"{said} the bridge reads from config.json")
-    found.notes += [*inert(launch, dims), *misspelled(launch)]
+    inert(launch, dims, found)
+    found.notes += misspelled(launch)
+    if found.compared and not found.mismatches:
+        found.cleared.append(
+            ("norms, rotary, router, gates and sizes as they are told", f"{found.compared} settings are those of config.json")
+        )
     _vocabulary(launch, dims, found)
     _mtp(launch, dims, found)
     return found
@@ -239,14 +245,15 @@ def _mtp(launch: Launch, dims: Dimensions, found: Judged) -> None:
         found.skipped.append(("mtp", "left out by the launch (no --mtp-num-layers): the text is not touched"))
 
 
-def inert(launch: Launch, dims: Dimensions) -> list[str]:
+def inert(launch: Launch, dims: Dimensions, found: Judged) -> None:
     """What people suspect, and why it changes nothing here."""
-    args, notes = launch.args, []
+    args, notes = launch.args, found.notes
 
     def note(flag: str, why: str) -> None:
         arg = flag.removeprefix("--").split()[0].replace("-", "_")
         at = f" ({launch.said[arg]})" if arg in launch.said else ""
         notes.append(f"inert here: {flag}{at}, because {why}")
+        found.cleared.append((f"{flag}{at}", f"inert: {why}"))
 
     if args.get("use_gated_attention") and args.get("attention_output_gate"):
         note(
@@ -278,7 +285,6 @@ def inert(launch: Launch, dims: Dimensions) -> list[str]:
         if args.get(arg) or (trains and arg not in args):
             value = args.get(arg, "0.1 (Megatron's default)")
             note(f"--{arg.replace('_', '-')} {value}", "it acts in training steps only; log-probs taken in training mode are then noisy")
-    return notes
 
 
 def misspelled(launch: Launch) -> list[str]:

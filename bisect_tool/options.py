@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from bisect_hooks.errors import UsageError
 from bisect_hooks.parallel import Parallel
 
 DIRECTORY = click.Path(path_type=Path)
@@ -47,6 +48,40 @@ def _numbers(_context: click.Context, _option: click.Parameter, text: str | None
         return tuple(int(word) for word in text.split(","))
     except ValueError:
         raise click.BadParameter(f"{text!r} is not a list of numbers such as 3,5") from None
+
+
+def rollout_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """What a rollout engine left: --rollout FILE... and what goes beside it."""
+    for option in reversed([
+        click.argument("more", nargs=-1, type=DIRECTORY, metavar="[FILE]...", callback=_behind_rollout),
+        click.option("--rollout", "rollouts", multiple=True, type=DIRECTORY, metavar="FILE...", help="Dumps of slime, miles or verl, or JSONL lines."),
+        click.option("--rollout-recording", "recordings", multiple=True, type=DIRECTORY, metavar="DIR", help="An engine's activations (import): a prefill, a decode, or both."),
+        click.option("--train", multiple=True, type=DIRECTORY, metavar="FILE", help="The trainer's dump of the same rollouts (--save-debug-train-data)."),
+        click.option("--server", metavar="URL", help="A running engine (SGLang, vLLM) that scores the same ids in one pass."),
+        click.option("--hashes", multiple=True, type=DIRECTORY, metavar="FILE", help="What an engine holds, by digest (docs/engine-hash.md)."),
+        click.option("--received", type=DIRECTORY, metavar="FILE", help="Names that the sync supplied: a listing or a log."),
+        click.option("--consumed", type=DIRECTORY, metavar="FILE", help="Names that the engine took: a listing or a log."),
+        click.option("--samples", type=click.IntRange(min=1), metavar="N", help="Score only N responses, spread evenly."),
+    ]):  # fmt: skip
+        command = option(command)
+    return command
+
+
+ROLLOUT = ("rollouts", "recordings", "train", "server", "hashes", "received", "consumed", "samples")
+
+
+def evidence_of(options: dict[str, Any]) -> dict[str, Any] | None:
+    """Takes what `rollout_options` gave out of a command's options; None where nothing was given."""
+    more = options.pop("more")
+    found = {name: options.pop(name) for name in ROLLOUT}
+    found["rollouts"] = (*found["rollouts"], *more)
+    return found if any(found.values()) else None
+
+
+def _behind_rollout(context: click.Context, _option: click.Parameter, more: tuple[Path, ...]) -> tuple[Path, ...]:
+    if more and not context.params.get("rollouts"):
+        raise UsageError(f"{more[0]} is no option", hint="files go behind --rollout")
+    return more
 
 
 def out_option(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import torch
 
+from bisect_tool.candidate import CandidateRun
 from bisect_tool.ladder import DTYPES, Job, package_version
-from bisect_tool.recording import Provenance, by_group, writing
+from bisect_tool.recording import Provenance, Recording, by_group, writing
 from bisect_tool.reference import load_reference, record_reference
 
 
@@ -17,7 +18,13 @@ def record(job: Job, side: str, out: Path) -> str:
         reference, notes = load_reference(job.reference, job.family, job.candidate.layout, DTYPES[job.dtype], job.device)
         recording = record_reference(reference, job.batch, out, model=str(job.reference_path), layout=job.candidate.layout)
         return "\n".join([f"wrote {out}: {len(recording.keys)} tensors, {job.batch.tokens} tokens, with the reference's own noise", *notes])
-    run = job.candidate_run()
+    recording = record_candidate(job, job.candidate_run(), out)
+    absent = [f"not recorded: {key}: {why}" for key, why in recording.provenance.absent.items()]
+    return "\n".join([f"wrote {out}: {len(recording.keys)} tensors, {job.batch.tokens} tokens, {job.parallel}", *absent])
+
+
+def record_candidate(job: Job, run: CandidateRun, out: Path) -> Recording:
+    """Builds the candidate and writes what it says of the run's batch."""
     run.build()
     said = run.record()
     provenance = Provenance(
@@ -25,7 +32,7 @@ def record(job: Job, side: str, out: Path) -> str:
         family=job.family.name,
         model=str(job.candidate_path),
         dtype=str(DTYPES[job.dtype]).removeprefix("torch."),
-        rows=job.batch.rows,
+        rows=run.batch.rows,
         parallel=job.parallel.shown() | {"sp": job.parallel.sp},
         layout=job.candidate.layout,
         versions={"torch": torch.__version__, "megatron-core": package_version("megatron-core")},
@@ -38,5 +45,4 @@ def record(job: Job, side: str, out: Path) -> str:
         for name, keys in by_group(said.tensors).items():
             writer.add(name, {key: said.tensors[key] for key in keys})
         writer.close(provenance)
-    absent = [f"not recorded: {key}: {why}" for key, why in said.absent.items()]
-    return "\n".join([f"wrote {out}: {len(said.tensors)} tensors, {job.batch.tokens} tokens, {job.parallel}", *absent])
+    return Recording(out)

@@ -41,6 +41,7 @@ class Provenance:
     packed             what a packed batch said of itself (cu_seqlens, ..), where rows were packed into one sequence
     absent             keys that were expected and are not here, and why
     imported           the foreign format it comes from
+    decoded            of each row, the first token that came out of a decode step; () where all were computed in one pass
     layouts            how a key's tensor lay on the ranks it was put together from
     """
 
@@ -63,11 +64,12 @@ class Provenance:
     packed: Mapping[str, Any] = field(default_factory=dict)
     absent: Mapping[str, str] = field(default_factory=dict)
     imported: str = ""
+    decoded: tuple[int, ...] = ()
     layouts: Mapping[str, str] = field(default_factory=dict)
 
 
 # fields that are written only where they say something
-OPTIONAL = ("positions", "packed", "absent", "imported", "layouts")
+OPTIONAL = ("positions", "packed", "absent", "imported", "decoded", "layouts")
 
 
 class Recording:
@@ -84,6 +86,7 @@ class Recording:
             self.files: dict[str, str] = found.pop("keys")
             found["rows"] = tuple(map(tuple, found["rows"]))
             found["positions"] = tuple(map(tuple, found.get("positions", ())))
+            found["decoded"] = tuple(found.get("decoded", ()))
             self.provenance = Provenance(**found)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UsageError(f"{page} is damaged: {first_line(error)}") from error

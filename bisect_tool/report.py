@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ from bisect_tool.judge import Verdict, worst
 SCHEMA = "bisect-tool/report/1"
 STAGES = ("inputs", "config", "weights", "forward", "engine")
 FILE, PARTIAL = "report.json", ".report.json.partial"
+# what `bisect-tool report` may have put beside it
+VIEWS = ("report.txt", "report.html", "report.junit.xml", "report.sarif")
 # what an audit that was killed has done so far (crew.py)
 JOURNAL = "journal"
 EXIT = {Verdict.AGREES: 0, Verdict.DIFFERS: 1, Verdict.INCOMPARABLE: 125}
@@ -24,7 +28,10 @@ EXIT = {Verdict.AGREES: 0, Verdict.DIFFERS: 1, Verdict.INCOMPARABLE: 125}
 
 @dataclass(slots=True)
 class StageResult:
-    """What one stage compared and concluded.  `verdict` is None when it was not run."""
+    """What one stage compared and concluded.  `verdict` is None when it was not run.
+
+    cleared  what is no longer a suspect, and why
+    """
 
     name: str
     verdict: Verdict | None = None
@@ -35,6 +42,7 @@ class StageResult:
     probes: list[str] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     minor: list[Fault] = field(default_factory=list)
+    cleared: list[tuple[str, str]] = field(default_factory=list)
     trained: bool = False
 
     def to_json(self) -> dict[str, Any]:
@@ -46,7 +54,16 @@ class StageResult:
             "skipped": [{"what": what, "why": why} for what, why in self.skipped],
             "notes": self.notes,
             "probes": self.probes,
+            "cleared": [{"suspect": suspect, "why": why} for suspect, why in self.cleared],
         }
+
+
+@contextmanager
+def timed(result: StageResult) -> Iterator[None]:
+    """Counts the seconds of a stage."""
+    started = time.monotonic()
+    yield
+    result.seconds = time.monotonic() - started
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +96,15 @@ class Report:
         return EXIT[self.verdict]
 
     def to_json(self) -> dict[str, Any]:
-        faults = [fault.to_json() for fault in self.faults]
+        first_by = {id(fault): stage.name for stage in reversed(self.stages) for fault in (*stage.faults, *stage.minor)}
+        faults = [fault.to_json() | {"stage": first_by[id(fault)]} for fault in self.faults]
         return {
             "schema": SCHEMA,
             "verdict": self.verdict.value,
             "first": faults[0] if faults else None,
             "faults": faults,
-            "minor": [fault.to_json() for fault in self.minor],
+            "minor": [fault.to_json() | {"stage": first_by[id(fault)]} for fault in self.minor],
+            "cleared": [{"suspect": suspect, "why": why, "stage": stage.name} for stage in self.stages for suspect, why in stage.cleared],
             "stages": [stage.to_json() for stage in self.stages],
             "answers": list(self.answers),
             "provenance": {"tool": f"bisect-tool {__version__}", **self.provenance},
@@ -127,7 +146,7 @@ def prepare_out(out: Path) -> None:
     if not out.is_dir():
         raise UsageError(f"--out {out} is a file")
     held = {entry.name for entry in out.iterdir() if not entry.name.startswith(f"{JOURNAL}.")}
-    if held - {FILE, PARTIAL, "report.txt", "traceback.txt"}:
+    if held - {FILE, PARTIAL, *VIEWS, "traceback.txt"}:
         raise UsageError(f"--out {out} holds something else ({sorted(held)[0]})", hint="give an empty or new directory")
 
 
@@ -153,4 +172,6 @@ def read(directory: Path) -> dict[str, Any]:
         raise UsageError(f"{file} is damaged: {error}") from error
     if not isinstance(page, dict) or page.get("schema") != SCHEMA:
         raise UsageError(f"{file} is not a {SCHEMA} page")
-    return page
+    # half a surrogate pair is no character, and nothing can be written with one in it
+    whole: dict[str, Any] = json.loads(json.dumps(page, ensure_ascii=False).encode(errors="replace"))
+    return whole

@@ -38,6 +38,7 @@ class Served:
     findings: list[Finding] = field(default_factory=list)
     minor: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    cleared: list[tuple[str, str]] = field(default_factory=list)
     skipped: list[tuple[str, str]] = field(default_factory=list)
 
 
@@ -218,6 +219,7 @@ def _vision(config: Mapping[str, Any], names: Names, found: Served) -> None:
     if any(canonical(name).startswith(("model.visual.", "visual.")) for name in names.files):
         return
     found.skipped.append(("vision", "the export has no visual.* tensors: text is not affected"))
+    found.cleared.append(("vision weights stripped from the export", "no text token reaches them"))
     found.notes.append(
         "export: the class is ForConditionalGeneration and no visual.* is there: vLLM loads it with --language-model-only; SGLang builds the tower "
         "anyway and wants preprocessor_config.json (copy it, sglang#27212). Text is not affected, images are"

@@ -21,7 +21,7 @@ Place = tuple[int, ...]
 class Shard:
     """Wrong coordinates, and the layout they are coordinates of.
 
-    of      "conversion", "run" or "unknown"
+    of      "conversion", "run", "engine" or "unknown"
     expert  experts are placed by pp, ep and etp, everything else by pp, tp and cp
     places  coordinates over `axes` whose piece is wrong
     """

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Mapping
 from typing import Any
 
 WIDTH = 118
+# what moves a cursor or changes a colour: answers and names are other people's
+CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
+# suspects that a screen lists
+SHOWN = 8
 # what the engine stage was given
-ENGINE = ("rollout", "train", "server", "hashes", "received", "consumed")
+ENGINE = ("rollout", "train", "server", "hashes", "received", "consumed", "recordings")
+# notes that are said again under what is cleared
+RESTATED = "inert here: "
 
 
 def render(page: Mapping[str, Any]) -> str:
@@ -19,12 +26,13 @@ def render(page: Mapping[str, Any]) -> str:
         if number == 4 and len(page["faults"]) > 5:
             lines += ["", f"and {len(page['faults']) - 4} more faults, in report.json"]
             break
+    lines += _cleared(page)
     for fault in page["minor"]:
         counted = "--strict counts it." if page["verdict"] == "differs" and not page["faults"] else "It changes no verdict."
         lines += ["", *_wrapped("minor", f"{fault['explanation']} {counted}")]
     for answer in page.get("answers", ()):
         lines += ["", *_wrapped("answer", f"to {answer['prompt']!r}: reference {answer['reference']!r}, candidate {answer['candidate']!r}")]
-    return "\n".join([*lines, "", *_conclusion(page)]) + "\n"
+    return CONTROL.sub("\ufffd", "\n".join([*lines, "", *_conclusion(page)])) + "\n"
 
 
 def _sides(page: Mapping[str, Any]) -> list[str]:
@@ -57,10 +65,11 @@ def _stages(page: Mapping[str, Any]) -> list[str]:
             number += 1
             lines += _wrapped(f"  {number:>2}", probe, indent=5)
         most = 6 if page["faults"] else 12
-        for note in stage["notes"][:most]:
+        notes = [note for note in stage["notes"] if not note.startswith(RESTATED)]
+        for note in notes[:most]:
             lines += _wrapped("  note", note, indent=7)
-        if len(stage["notes"]) > most:
-            lines.append(f"  note and {len(stage['notes']) - most} more notes, in report.json")
+        if len(notes) > most:
+            lines.append(f"  note and {len(notes) - most} more notes, in report.json")
         for one in stage["skipped"][:4]:
             lines += _wrapped("  left out", f"{one['what']}: {one['why']}", indent=11)
     return lines
@@ -88,6 +97,16 @@ def _fault(fault: Mapping[str, Any], number: int) -> list[str]:
         lines += _wrapped("  proof", f"{proof['experiment']}{levels}")
         lines += _wrapped("  control", proof["control"])
     return lines + _wrapped("  next", fault["next"])
+
+
+def _cleared(page: Mapping[str, Any]) -> list[str]:
+    """What is no longer a suspect: the same suspect once, with every reason."""
+    reasons: dict[str, dict[str, None]] = {}
+    for one in page.get("cleared", ()):
+        reasons.setdefault(one["suspect"], {})[one["why"]] = None
+    lines = [line for suspect, why in list(reasons.items())[:SHOWN] for line in _wrapped("cleared", f"{suspect}: {'; '.join(why)}")]
+    more = len(reasons) - SHOWN
+    return ["", *lines, *([f"{'':<13}and {more} more suspects, in report.json"] if more > 0 else [])] if lines else []
 
 
 def _conclusion(page: Mapping[str, Any]) -> list[str]:

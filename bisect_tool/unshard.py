@@ -33,10 +33,10 @@ def opened(path: Path) -> Iterator[Recording]:
         yield unshard(path, Path(folder) / "recording")
 
 
-def unshard(directory: Path, out: Path, imported: str = "") -> Recording:
+def unshard(directory: Path, out: Path, imported: str = "", decoded: tuple[int, ...] = ()) -> Recording:
     """Writes the Recording of all ranks' shards in `directory`.  Raises UsageError for pages that don't belong together.
 
-    imported  the foreign format that the shards were made of
+    imported  the foreign format that the shards were made of · decoded  where decode begins in each row
     """
     pages = read_pages(directory)
     if not pages:
@@ -72,6 +72,7 @@ def unshard(directory: Path, out: Path, imported: str = "") -> Recording:
                     side=first.side, family=first.family, model=first.model, dtype=first.dtype, rows=tuple(map(tuple, rows)),
                     parallel=dict(first.sizes), layout=first.layout, versions=dict(first.versions), device=first.device,
                     replica_difference=differ, positions=tuple(map(tuple, positions)), packed=dict(first.packed), absent=absent, imported=imported,
+                    decoded=decoded,
                     layouts={key: part.layout for page in pages for part in page.taps.values() for key in part.keys if key != "positions"},
                 )
             )  # fmt: skip

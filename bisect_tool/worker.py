@@ -168,14 +168,19 @@ class Rank:
             if layer in candidate.layers
         }
 
-    def logits(self, ids: torch.Tensor, positions: list[int]) -> torch.Tensor | None:
-        """ids [b s] → this rank's columns of the logits at one position of each row, [b v/tp]; None off the last stage."""
+    def logits(self, ids: torch.Tensor, positions: list[int] | None) -> torch.Tensor | None:
+        """ids [b s] → this rank's columns of the logits; None off the last stage.
+
+        [b v/tp] at one position of each row, [b s v/tp] without positions.
+        """
         candidate = self.here
         batch = ids.shape[0] // candidate.parallel.dp
         start = candidate.at.dp * batch
         output = drive.forward(candidate, ids[start : start + batch])
         if output is None:
             return None
+        if positions is None:
+            return output.transpose(0, 1).float().contiguous().cpu()
         return torch.stack([output[positions[start + i], i] for i in range(batch)]).cpu()
 
     def save(self, reference: Path, out: Path, common: dict[str, Any]) -> dict[str, list[str]]:

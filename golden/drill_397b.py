@@ -31,13 +31,14 @@ say = sys.stdout.write
 
 
 class Sparse:
-    """Two layers, and of their experts the first megabyte of each chunk.  faulty: expert e holds e mod 32"""
+    """Some layers, and of their experts the first bytes of each chunk.  faulty: expert e holds e mod 32"""
 
-    def __init__(self, shapes: Shapes, *, faulty: bool = False) -> None:
+    def __init__(self, shapes: Shapes, *, faulty: bool = False, filled: tuple[int, ...] = FILLED, kept: int = MEGABYTE) -> None:
         self.shapes, self.faulty, self.whole = shapes, faulty, Dense(shapes)
+        self.filled, self.kept = filled, kept
 
     def reference(self, name: str) -> Extents:
-        if not any(name.startswith(f"model.layers.{layer}.") for layer in FILLED):
+        if not any(name.startswith(f"model.layers.{layer}.") for layer in self.filled):
             return
         if ".experts." not in name:
             yield from self.whole.reference(name)
@@ -47,20 +48,19 @@ class Sparse:
         chunk = rows // halves * columns * dtype.itemsize
         for e in range(EXPERTS):
             for half in range(halves):
-                yield (e * halves + half) * chunk, _megabyte(name, e, half)
+                yield (e * halves + half) * chunk, self._begin(name, e, half)
 
     def candidate(self, rule: Rule, made: Made, region: tuple[slice, ...]) -> Extents:
-        if not (rule.site.in_layer and rule.site.layer in FILLED):
+        if not (rule.site.in_layer and rule.site.layer in self.filled):
             return
         if not made.cut.expert:
             yield from self.whole.candidate(rule, made, region)
             return
         e = region[0].start % WIDTH if self.faulty else region[0].start
-        yield 0, _megabyte(rule.references[0], e, int(region[1].start > 0))
+        yield 0, self._begin(rule.references[0], e, int(region[1].start > 0))
 
-
-def _megabyte(name: str, e: int, half: int) -> torch.Tensor:
-    return values(f"{name} {e} {half}", (MEGABYTE // BF16.itemsize,), BF16)
+    def _begin(self, name: str, e: int, half: int) -> torch.Tensor:
+        return values(f"{name} {e} {half}", (self.kept // BF16.itemsize,), BF16)
 
 
 def main() -> int:

@@ -96,6 +96,20 @@ def sglang(out: Path, said: Said, rows: Sequence[Sequence[int]], dims: Dimension
     return out
 
 
+def sglang_decode(out: Path, said: Said, row: Sequence[int], start: int, dims: Dimensions) -> Path:
+    """One request, alone: a prefill of `start` tokens, then a step a token."""
+    out.mkdir(parents=True)
+    for step, tokens in enumerate([slice(0, start), *(slice(i, i + 1) for i in range(start, len(row)))]):
+        part = {key: value[tokens] for key, value in said.items()}
+        values = {"input_ids": [torch.tensor(row[tokens])], "positions": [torch.arange(len(row))[tokens]]}
+        values |= {f"non_intrusive__{name}.output": outputs for name, outputs in engine_modules(part, dims, 1, 0).items()}
+        for index, (name, outputs) in enumerate(values.items()):
+            for i, value in enumerate(outputs):
+                words = {"step": step, "rank": 0, "dump_index": 9 * index + i, "name": name + (f".{i}" if len(outputs) > 1 else "")}
+                torch.save({"value": value, "meta": words}, out / ("___".join(f"{key}={one}" for key, one in words.items()) + ".pt"))
+    return out
+
+
 def msprobe(out: Path, said: Said, rows: Sequence[Sequence[int]], dims: Dimensions) -> Path:
     """One rank that ran the engine's modules on rows of one length, `[b s f]` flattened."""
     folder = out / "step0" / "rank0"

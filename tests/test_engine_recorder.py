@@ -50,6 +50,10 @@ class Engine(torch.nn.Module):
 
     def __init__(self, modules: dict[str, list[torch.Tensor]]) -> None:
         super().__init__()
+        self.say(modules)
+
+    def say(self, modules: dict[str, list[torch.Tensor]]) -> None:
+        """What the modules give from now on."""
         for name, outputs in sorted(modules.items()):
             here: torch.nn.Module = self
             for word in name.split("."):
@@ -96,6 +100,25 @@ def test_a_prefill_is_recorded_imported_and_agrees(said: Said, tmp_path: Path, m
     page = compare(GOLDEN.path, tmp_path / "out").to_json()
     assert (page["verdict"], page["faults"]) == ("agrees", [])
     assert all(not module._forward_hooks and not module._forward_pre_hooks for module in engine.modules())
+
+
+def test_decode_steps_are_put_behind_the_prefill_of_one_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BISECT_RECORD", str(tmp_path / "engine"))
+    monkeypatch.setenv("BISECT_RECORD_STEPS", "3")
+    written = Written(golden.reference())
+    row = max(ROWS, key=len)[:12]
+    start = len(row) - 4
+    words = written.run([row])
+    engine = Engine(foreign_dumps.engine_modules(words, written.dims, 1, 0))
+    alone().attach(engine)
+    for tokens in (slice(0, start), *(slice(i, i + 1) for i in range(start, len(row)))):
+        part = foreign_dumps.engine_modules({key: value[tokens] for key, value in words.items()}, written.dims, 1, 0)
+        engine.say(part)
+        engine(torch.tensor(row[tokens]), torch.arange(len(row))[tokens], SimpleNamespace(seq_lens=torch.tensor([tokens.stop])))
+    import_dump("torch", tmp_path / "engine", tmp_path / "out", golden.reference())
+    found = Recording(tmp_path / "out")
+    assert found.provenance.rows == (row[:-1],) and found.provenance.decoded == (start,)
+    assert torch.equal(found["layers.3.attention.qkv:q"], words["layers.3.attention.qkv:q"][:-1])
 
 
 def test_ranks_leave_a_file_each(said: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

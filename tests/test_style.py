@@ -23,6 +23,10 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 MOST_LINES = 420
 
 PARALLEL = ["--cp", "--dispatcher", "--ep", "--etp", "--pp", "--pp-layers", "--sp", "--tp", "--vpp"]
+ROLLOUT = [
+    *("--consumed", "--hashes", "--received", "--rollout", "--rollout-recording", "--samples", "--server", "--train"),
+    "more",
+]
 # A knob that nobody needed yet is not a flag: growing this list is a decision.
 OFFERED = {
     "audit": [
@@ -44,14 +48,11 @@ OFFERED = {
     "convert": ["--layout", "--mtp", "--no-mtp", "--out", "--reference", *PARALLEL],
     "gate": ["--candidate", "--golden", "--out", "--spec", *PARALLEL],
     "hash": ["directory"],
-    "import": ["--map", "--out", "--reference", "form", "path", *PARALLEL],
+    "import": ["--decode", "--map", "--out", "--reference", "form", "path", *PARALLEL],
     "plant": ["--candidate", "--list", "--out", "fault", *PARALLEL],
     "record": ["--candidate", "--device", "--dtype", "--input-key", "--out", "--prompts", "--reference", "--side", "--spec", *PARALLEL],
-    "report": ["--format", "directory"],
-    "rollout": [
-        *("--consumed", "--export", "--hashes", "--out", "--received", "--reference", "--rollout", "--samples", "--server", "--strict"),
-        *("--train", "more"),
-    ],
+    "report": ["--format", "--out", "directory"],
+    "rollout": ["--device", "--export", "--out", "--reference", "--strict", *ROLLOUT],
     "run": [
         *(
             "--all-stages",
@@ -68,6 +69,7 @@ OFFERED = {
         "--prompts",
         *("--reference", "--spec", "--stages", "--strict"),
         *PARALLEL,
+        *ROLLOUT,
     ],
     "taps": ["--candidate", "--fire", "--prompts", "--reference"],
 }

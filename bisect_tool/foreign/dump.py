@@ -30,6 +30,7 @@ class Dump:
     ids      token ids of the pass, [t] or [b s]     lengths  tokens of each sequence, () for one, or for the rows of [b s]
     sizes    parallel sizes that the dump tells of, {} where it tells of none
     notes    what was left aside
+    decoded  the first token that came out of a decode step, where those stand behind the prefill
     """
 
     ranks: tuple[RankDump, ...]
@@ -39,6 +40,7 @@ class Dump:
     sizes: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     layout: str = ""
+    decoded: int | None = None
 
 
 def read_tensors(file: Path) -> Any:

@@ -9,8 +9,8 @@ prefill.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,38 @@ class _File:
 
 def read(directory: Path) -> Dump:
     """The pass with most tokens.  Raises UsageError for a directory without dumps or without token ids."""
+    files, ids = _opened(directory)
+    step = max(sorted(ids), key=lambda one: ids[one].numel())
+    found = _step([file for file in files if file.step == step], ids[step])
+    others = sorted(set(ids) - {step})
+    note = f"step {step} was taken, the one with most tokens; {len(others)} other steps were left out"
+    return replace(found, notes=(note,) if others else ())
+
+
+def read_decode(directory: Path) -> Dump:
+    """The prefill of one sequence and the decode steps behind it, put together as one pass.  Raises UsageError for a dump of several."""
+    files, ids = _opened(directory)
+    start = max(sorted(ids), key=lambda one: ids[one].numel())
+    steps = [start]
+    for step in sorted(one for one in ids if one > start):
+        if ids[step].numel() == 1:
+            steps.append(step)
+    passes = [_step([file for file in files if file.step == step], ids[step]) for step in steps]
+    if len(steps) == 1 or len(passes[0].lengths) > 1:
+        raise UsageError(f"{directory} holds no prefill of one sequence with decode steps behind it", hint="dump one request, alone")
+    ranks = []
+    for parts in zip(*(one.ranks for one in passes), strict=True):
+        names = set.intersection(*(set(part.tensors) for part in parts))
+        ranks.append(RankDump({name: torch.cat([part.tensors[name] for part in parts]) for name in sorted(names)}, parts[0].at))
+    whole = torch.cat([one.ids.flatten() for one in passes])
+    positions = [one.positions for one in passes if one.positions is not None]
+    placed = torch.cat([one.flatten() for one in positions]) if len(positions) == len(passes) else None
+    note = f"{len(steps) - 1} decode steps were put behind the prefill of step {start}"
+    return Dump(tuple(ranks), whole, (len(whole),), placed, passes[0].sizes, (note,), decoded=passes[0].ids.numel())
+
+
+def _opened(directory: Path) -> tuple[list[_File], dict[int, torch.Tensor]]:
+    """(files, token ids by step)."""
     files = sorted(_files(directory), key=lambda file: (file.rank, int(file.tags.get("dump_index", "0"))))
     if not files:
         raise UsageError(f"{directory} holds no file of SGLang's dumper (name=..___...pt)")
@@ -48,11 +80,15 @@ def read(directory: Path) -> Dump:
         raise UsageError(
             f"{directory}: no step dumped input_ids, so nothing can be lined up with it", hint="keep the core fields in the filter"
         )
-    step = max(sorted(ids), key=lambda one: ids[one].numel())
+    return files, ids
+
+
+def _step(files: Sequence[_File], ids: torch.Tensor) -> Dump:
+    """One forward pass."""
     by_rank: dict[int, tuple[dict[str, torch.Tensor], dict[str, int]]] = {}
     inputs: dict[str, torch.Tensor] = {}
     sizes: dict[str, int] = {}
-    for file in (file for file in files if file.step == step):
+    for file in files:
         value, meta = _value(file)
         if not isinstance(value, torch.Tensor):
             continue
@@ -69,12 +105,10 @@ def read(directory: Path) -> Dump:
             layer = file.tags.get("layer_id")
             tensors[f"layers.{layer}.{name}" if layer is not None else name] = value
     lengths = inputs.get("extend_seq_lens", inputs.get("seq_lens"))
-    others = sorted(set(ids) - {step})
     return Dump(
-        tuple(RankDump(tensors, at) for _, (tensors, at) in sorted(by_rank.items())), ids[step],
-        tuple(lengths.tolist()) if lengths is not None and int(lengths.sum()) == ids[step].numel() else (),
+        tuple(RankDump(tensors, at) for _, (tensors, at) in sorted(by_rank.items())), ids,
+        tuple(lengths.tolist()) if lengths is not None and int(lengths.sum()) == ids.numel() else (),
         inputs.get("positions", inputs.get("position_ids")), sizes,
-        (f"step {step} was taken, the one with most tokens; {len(others)} other steps were left out",) if others else (),
     )  # fmt: skip
 
 

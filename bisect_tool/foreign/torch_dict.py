@@ -1,6 +1,7 @@
 """A dict of name → tensor in a .pt or .safetensors file, one a rank; what `bisect_hooks/engine.py` leaves is one.
 
-Beside tensors it may hold `input_ids`, `seq_lens` and `positions`, and `meta` with parallel sizes and where the rank stands.
+Beside tensors it may hold `input_ids`, `seq_lens` and `positions`, and `meta` with parallel sizes, where the rank stands, and, where decode
+steps stand behind the prefill, the first token that came out of one (`decoded`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ def read(path: Path) -> Dump:
     ranks: list[RankDump] = []
     first: dict[str, Any] | None = None
     sizes: dict[str, int] = {}
+    decoded: int | None = None
     for number, file in enumerate(files):
         page = read_tensors(file)
         if not isinstance(page, dict):
@@ -34,7 +36,9 @@ def read(path: Path) -> Dump:
         sizes |= {axis: int(value) for axis, value in (meta.get("sizes") or {}).items()}
         tensors = {name: value for name, value in page.items() if isinstance(value, torch.Tensor) and name not in INPUTS}
         ranks.append(RankDump(tensors, {axis: int(value) for axis, value in (meta.get("at") or {"rank": number}).items()}))
+        decoded = meta.get("decoded") if isinstance(meta.get("decoded"), int) else decoded
     assert first is not None
     ids = as_ids(first.get("input_ids", first.get("tokens")), f"{files[0]}: input_ids")
     lengths = first.get("seq_lens")
-    return Dump(tuple(ranks), ids, tuple(lengths.tolist()) if isinstance(lengths, torch.Tensor) else (), first.get("positions"), sizes)
+    counts = tuple(lengths.tolist()) if isinstance(lengths, torch.Tensor) else ()
+    return Dump(tuple(ranks), ids, counts, first.get("positions"), sizes, decoded=decoded)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,6 +16,7 @@ from bisect_tool.judge import Tolerance
 from bisect_tool.measure import Difference, measure
 from bisect_tool.rollouts import definitions, judging, patterns, simulate
 from bisect_tool.rollouts.judging import Said
+from bisect_tool.rollouts.known import Known
 from bisect_tool.rollouts.patterns import Measured
 from bisect_tool.rollouts.sample import Sample
 from bisect_tool.rollouts.scoring import Scored, score
@@ -32,26 +33,28 @@ NO_NUMBER = 100.0
 
 @dataclass
 class Judged:
-    """Faults and everything worth saying."""
+    """Faults and everything worth saying.  shown: the responses are wrong by a fault that an earlier stage found"""
 
     faults: list[Fault] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     skipped: list[tuple[str, str]] = field(default_factory=list)
     probes: list[str] = field(default_factory=list)
+    cleared: list[tuple[str, str]] = field(default_factory=list)
     tokens: int = 0
     open: list[str] = field(default_factory=list)
+    shown: bool = False
 
 
 class Bench:
     """The responses, the reference's view of them, and one method a question."""
 
     def __init__(
-        self, samples: Sequence[Sample], scored: Sequence[Scored], reference: Reference, rerun: Callable[[str], str],
-        text: Callable[[list[int]], str], weights_equal: bool,
+        self, samples: Sequence[Sample], scored: Sequence[Scored], others: Sequence[Mapping[str, Scored]], reference: Reference,
+        text: Callable[[list[int]], str], known: Known,
     ) -> None:  # fmt: skip
-        self.samples, self.scored, self.reference, self.rerun, self.text = samples, scored, reference, rerun, text
-        self.weights_equal = weights_equal
-        self.said = [judging.sides_of(sample, view) for sample, view in zip(samples, scored, strict=True)]
+        self.samples, self.scored, self.reference, self.text = samples, scored, reference, text
+        self.known, self.rerun = known, known.rerun
+        self.said = [judging.sides_of(*one) for one in zip(samples, scored, others, strict=True)]
         self.found = Judged()
         self.lowest = min((sample.age for sample in samples), default=(0, ""))
 
@@ -141,7 +144,7 @@ class Bench:
             "capture", HEAD, ("reference", "engine"), Relation("unknown", detail), text,
             "Ask for prompt log-probs with the prefix cache off (vllm#42245); nothing else here needs mending.", measure(worst[0], worst[1]), whole=True,
         )  # fmt: skip
-        self.found.notes.append("cleared: weights and computation (log-probs of the responses agree with the reference)")
+        self.found.cleared.append(("weights and computation", "log-probs of the responses agree with the reference"))
 
     def _definition(self, base: Sequence[int]) -> definitions.Definition | None:
         samples, scored = [self.samples[i] for i in base], [self.scored[i] for i in base]
@@ -152,7 +155,7 @@ class Bench:
         expected = [definitions.expected(one, self.samples[i], self.scored[i]) for i in base]
         trained = torch.cat([self.said[i].trained - other for i, other in zip(base, expected, strict=True)])
         trained = trained[trained.isfinite()]
-        text, do = SENTENCES[one.kind](one)
+        text, do = judging.SENTENCES[one.kind](one)
         if len(trained) and float(trained.abs().mean()) <= definitions.LEFT:
             self.found.notes.append(f"{text}; the trainer's do the same, so the two are of one definition and this is no fault")
             return one
@@ -168,7 +171,7 @@ class Bench:
             "rollout-config", site, ("reference", "engine"), Relation(kind, one.detail), f"Rollout-config fault: the engine's log-probs are {text}.", do,
             measure(found.reference, found.engine), proof=proof,
         )  # fmt: skip
-        self.found.notes.append(f"cleared: weights (by that definition engine and reference are {one.after:.2g} nats a token apart)")
+        self.found.cleared.append(("the weights", f"by that definition engine and reference are {one.after:.2g} nats a token apart"))
         return one
 
     def _held_to_text(self, compared: Sequence[int], by_logs: Sequence[Measured], by_text: Sequence[Measured]) -> list[Measured]:
@@ -214,8 +217,15 @@ class Bench:
         if seen is None:
             return
         bad = [(i, one) for i, one in zip(order, measured, strict=True) if one.bad]
-        explained = self._simulated([i for i, one in bad if not one.text]) if seen.kind in ("every", "decode") else None
         said = [self.said[i] for i, _ in bad]
+        to_trainer = all(self._to_trainer(i) for i, _ in bad)
+        distances = judging.table(said)
+        given = None if to_trainer else next((name for name in judging.GIVEN if judging.explains(distances, name)), None)
+        if given is not None and self.known.found:
+            self._shown(given, distances, len(bad), len(measured))
+            return
+        tried = seen.kind in ("every", "decode") and given is None
+        explained = self._simulated([i for i, one in bad if not one.text]) if tried else None
         engine = torch.cat([each.side(each.best) for each in said])
         reference = torch.cat([each.reference for each in said])
         both = engine.isfinite()
@@ -234,12 +244,23 @@ class Bench:
         if explained is not None:
             self._placed(explained, difference, len(bad), what)
             return
-        blamed = judging.blame(judging.table(said), seen, self.weights_equal, all(self._to_trainer(i) for i, _ in bad), self.rerun)
+        blamed = judging.blame(distances, seen, self.known, to_trainer)
         relation = Relation("nan" if broken else "unknown", {"seen": seen.kind, "first_token": first, **seen.detail})
         cls = f"{blamed.cls.capitalize()} fault" if blamed.cls else "Fault of open class"
         text = f"{cls}: {len(bad)} of {len(measured)} responses are {what}, {seen.said}{looped}; {blamed.why}."
         self._add(blamed.cls, HEAD, blamed.between, relation, text, blamed.next, difference, whole=True, candidates=blamed.candidates)
-        self.found.notes += blamed.cleared
+        self.found.cleared += blamed.cleared
+
+    def _shown(self, side: str, distances: dict[tuple[str, str], float], bad: int, count: int) -> None:
+        """The engine says what candidate or export say: its responses show what an earlier stage found, and are no fault of their own."""
+        near = min(value for pair, value in distances.items() if side in pair and {"decode", "prefill"} & set(pair))
+        away = distances[side, "reference"]
+        self.found.shown = True
+        self.found.notes.append(
+            f"{bad} of {count} responses are what the {side} says ({near:.2g} nats a token from it, {away:.2g} from the reference): "
+            f"they show {self.known.found}"
+        )
+        self.found.cleared.append(("the engine", f"it computes what the {side} computes"))
 
     def _quiet(self, compared: Sequence[int], measured: Sequence[Measured]) -> None:
         """More than engines usually are apart, and not enough to be a fault: is it one that is known, and small here?"""
@@ -268,7 +289,7 @@ class Bench:
             for site in one.sites
         )
         self.found.faults.append(Fault(findings))
-        self.found.notes.append(f"{judging.CONVERSION} (the reference's own weights, computed so, give the engine's log-probs)")
+        self.found.cleared.append((judging.CONVERSION, "the reference's own weights, computed so, give the engine's log-probs"))
 
     def _simulated(self, bad: Sequence[int]) -> simulate.Explained | None:
         """Tries every simulation on the shortest of the bad responses, and the best of them on a few more."""
@@ -318,6 +339,7 @@ class Bench:
                     f"{self.rerun('--train TRAIN_DUMP')} tells whose it is, or --hashes whether the engine holds the right weights"
                 )
         rows = judging.table(self.said)
+        self._clear(rows, measured)
         if len(rows) > 1:
             words = [f"{judging.WORDS[a]} - {judging.WORDS[b]} {value:.3g}" for (a, b), value in rows.items()]
             self.found.probes.append(f"mean distance in nats a token: {', '.join(words)}")
@@ -337,6 +359,16 @@ class Bench:
                 f"{len(silent)} of {len(self.samples)} responses have no log-probs of the engine: their text alone was judged, which shows garbling and no "
                 f"small drift; {self.rerun('--server URL')} would score them (verl: actor_rollout_ref.rollout.calculate_log_probs=True)"
             )
+
+    def _clear(self, rows: dict[tuple[str, str], float], measured: Sequence[Measured]) -> None:
+        """What the table of who agrees with whom clears, where nothing is wrong."""
+        if self.found.faults or self.found.shown or not measured or any(one.bad for one in measured):
+            return
+        far = {pair: value for pair, value in rows.items() if pair[1] == "reference"}
+        for side, suspect in (("decode", "the engine's decode"), ("prefill", "the engine's prefill"), ("candidate", judging.CONVERSION)):
+            value = far.get((side, "reference"))
+            if value is not None and value <= patterns.MOST:
+                self.found.cleared.append((suspect, f"its log-probs are {value:.2g} nats a token from the reference's"))
 
     def _add(
         self, cls: str | None, site: Site, between: tuple[str, str], relation: Relation, text: str, do: str, difference: Difference | None,
@@ -367,37 +399,3 @@ def tolerance(said: Sequence[Said]) -> Tolerance:
     return Tolerance(
         patterns.ALL_APART / size if size else math.inf, f"{patterns.ALL_APART:g} nats a token; bf16 engines are 0.01 to {patterns.USUAL:g}"
     )
-
-
-def _temperature(one: definitions.Definition) -> tuple[str, str]:
-    if not one.value:
-        return "all 0: scored at temperature 0", "Score at the temperature that was sampled at, or at 1 on both sides (slime#2085)."
-    return (
-        f"those of the reference's logits divided by {one.value:g} (temperature {one.value:g})",
-        "Use one temperature on both sides: engines give log-probs behind it, trainers must divide by it too (slime#557); --train shows whether yours does.",
-    )
-
-
-def _truncated(one: definitions.Definition) -> tuple[str, str]:
-    name = one.kind
-    also = f" at temperature {one.temperature:g}" if one.temperature != 1 else ""
-    value = f"{one.value:g}" if one.between is None else f"{one.value:g} ({one.between[0]:g} to {one.between[1]:g} fit as well)"
-    return (
-        f"renormalised over what {name} {value} keeps{also}: never below the reference's",
-        f"Ask the engine for log-probs before {name}, or sample without it (trl#6789).",
-    )
-
-
-SENTENCES: dict[str, Callable[[definitions.Definition], tuple[str, str]]] = {
-    "temperature": _temperature,
-    "top_p": _truncated,
-    "top_k": _truncated,
-    "rows": lambda one: (
-        f"those of the token one {'earlier' if one.value < 0 else 'later'}: the row is off by one",
-        "Cut the engine's log-probs where the response begins: logits at position t belong to token t + 1.",
-    ),
-    "labels": lambda one: (
-        f"those of each distribution for the {'previous' if one.value < 0 else 'next'} token: labels are off by one",
-        "Gather logits at position t with the label at t + 1.",
-    ),
-}

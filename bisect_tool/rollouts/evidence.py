@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ DUMPS, LINES = (".pt", ".pth"), (".jsonl", ".json")
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the command line named."""
+    """What the command line named.  base: the command and what it reads beside this evidence, to be written before more flags"""
 
     reference: Path
     rollouts: tuple[Path, ...] = ()
@@ -28,20 +29,32 @@ class Evidence:
     received: Path | None = None
     consumed: Path | None = None
     samples: int | None = None
+    recordings: tuple[Path, ...] = ()
+    device: str = "cpu"
     strict: bool = False
     command: str = ""
+    base: str = ""
     progress: Callable[[str], None] = lambda _text: None
 
     def check(self) -> None:
         """Raises UsageError for evidence that is none, or half of what it needs."""
-        if not (self.rollouts or self.hashes or self.received):
+        if not (self.rollouts or self.hashes or self.received or self.recordings):
             raise UsageError(
-                "nothing to hold against the reference", hint="give --rollout FILE, --hashes FILE, or --received FILE with --consumed FILE"
+                "nothing to hold against the reference",
+                hint="give --rollout FILE, --rollout-recording DIR, --hashes FILE, or --received FILE with --consumed FILE",
             )
         if (self.received is None) != (self.consumed is None):
             raise UsageError("give --received and --consumed together: names that were supplied, and names that were taken")
+        if self.samples is not None and not self.rollouts:
+            raise UsageError("--samples chooses among the responses of --rollout FILE")
         if not self.rollouts and (self.train or self.server):
             raise UsageError("--train and --server go with --rollout FILE", hint="a JSONL file of prompts will do for --server")
+
+    def rerun(self, flags: str) -> str:
+        """The same command with more flags."""
+        files = [word for path in self.rollouts for word in ("--rollout", shlex.quote(str(path)))]
+        base = self.base or f"bisect-tool rollout --reference {shlex.quote(str(self.reference))}"
+        return " ".join([base, *files, flags])
 
 
 @dataclass

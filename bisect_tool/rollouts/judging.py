@@ -8,12 +8,23 @@ from dataclasses import dataclass
 
 import torch
 
+from bisect_tool.rollouts import definitions
+from bisect_tool.rollouts.known import Known
 from bisect_tool.rollouts.patterns import ALL_APART, MOST, USUAL, Measured, Pattern
 from bisect_tool.rollouts.sample import Sample
 from bisect_tool.rollouts.scoring import Scored
 
-SIDES = ("decode", "prefill", "trained")
-WORDS = {"decode": "engine decode", "prefill": "engine prefill", "trained": "trainer", "reference": "reference"}
+SIDES = ("decode", "prefill", "trained", "candidate", "export")
+# sides that hold the converted weights: an engine that says what one of them says computes what it was given
+GIVEN = ("candidate", "export")
+WORDS = {
+    "decode": "engine decode",
+    "prefill": "engine prefill",
+    "trained": "trainer",
+    "candidate": "candidate",
+    "export": "export",
+    "reference": "reference",
+}
 SERVE = "serve the original checkpoint with the same engine flags, and rollout --server URL"
 
 
@@ -24,6 +35,8 @@ class Said:
     decode: torch.Tensor
     prefill: torch.Tensor
     trained: torch.Tensor
+    candidate: torch.Tensor
+    export: torch.Tensor
     reference: torch.Tensor
 
     @property
@@ -39,14 +52,15 @@ class Said:
         return self.side(one) - self.side(other)
 
 
-def sides_of(sample: Sample, view: Scored) -> Said:
-    """The four of a sample."""
+def sides_of(sample: Sample, view: Scored, others: Mapping[str, Scored]) -> Said:
+    """All that was said of a sample."""
 
     def row(values: Sequence[float | None]) -> torch.Tensor:
         padded = values if values else [None] * sample.length
         return torch.tensor([math.nan if value is None else value for value in padded], dtype=torch.float64)
 
-    return Said(row(sample.decode), row(sample.prefill[sample.start :]), row(sample.trained), view.logs[sample.start :])
+    candidate, export = (others[name].logs[sample.start :] if name in others else row(()) for name in GIVEN)
+    return Said(row(sample.decode), row(sample.prefill[sample.start :]), row(sample.trained), candidate, export, view.logs[sample.start :])
 
 
 def mean_apart(said: Sequence[Said], one: str, other: str) -> float | None:
@@ -75,23 +89,20 @@ class Blame:
     cls: str | None
     between: tuple[str, str]
     why: str
-    cleared: tuple[str, ...] = ()
+    cleared: tuple[tuple[str, str], ...] = ()
     candidates: tuple[str, ...] = ()
     next: str = ""
 
 
-CONVERSION = "cleared: the conversion"
+CONVERSION = "the conversion"
 
 
-def blame(
-    found: Mapping[tuple[str, str], float], seen: Pattern, weights_equal: bool, to_trainer: bool, rerun: Callable[[str], str]
-) -> Blame:
+def blame(found: Mapping[tuple[str, str], float], seen: Pattern, known: Known, to_trainer: bool) -> Blame:
     """Who is at fault, from the distances on the bad responses and from what those have in common.
 
     to_trainer: they were held against the trainer alone, because training has moved the weights
-    rerun: flags → the command that was run, with those flags added
     """
-    near = ("reference", "engine")
+    near, rerun = ("reference", "engine"), known.rerun
 
     def is_near(one: str, other: str) -> bool | None:
         value = found.get((one, other))
@@ -100,7 +111,7 @@ def blame(
     if is_near("decode", "prefill") is False and is_near("prefill", "reference"):
         return Blame(
             "rollout", near, "the engine disagrees with itself: its decode leaves the reference, its own prefill of the same ids does not",
-            (f"{CONVERSION} (prefill and decode use the same weights, and prefill agrees with the reference)",),
+            ((CONVERSION, "prefill and decode use the same weights, and prefill agrees with the reference"),),
             next="Look at what decode alone uses: recurrent state, KV cache, speculation, CUDA graphs (NeMo-RL#2100).",
         )  # fmt: skip
     if to_trainer:
@@ -111,14 +122,21 @@ def blame(
     if is_near("trained", "reference"):
         return Blame(
             "rollout", near, "the trainer's log-probs of the same ids agree with the reference, the engine's do not",
-            (f"{CONVERSION} (the trainer computes with the converted weights)",),
+            ((CONVERSION, "the trainer computes with the converted weights"),),
             next=f"Does the engine hold what was sent? {rerun('--hashes ENGINE_HASHES')} (docs/engine-hash.md), else {SERVE}.",
         )  # fmt: skip
     if is_near("trained", "reference") is False and (is_near("decode", "trained") or is_near("prefill", "trained")):
         return Blame(
             None, ("reference", "candidate"), "trainer and engine agree with each other and not with the reference: both have the wrong model",
-            ("cleared: the engine (it computes what the trainer computes)",), ("conversion", "model-definition", "parallel"),
-            next="bisect-tool audit --reference DIR --candidate MEGATRON_DIR decides it.",
+            (("the engine", "it computes what the trainer computes"),), ("conversion", "model-definition", "parallel"),
+            next=f"{known.audit} decides it.",
+        )  # fmt: skip
+    side = next((name for name in GIVEN if explains(found, name)), None)
+    if side is not None:
+        return Blame(
+            None, ("reference", side), f"engine and {side} agree with each other and not with the reference: both have the wrong model",
+            (("the engine", f"it computes what the {side} computes"),), ("conversion", "model-definition", "parallel"),
+            next=f"{known.audit} decides it; run with --stages weights,forward places it.",
         )  # fmt: skip
     reasons = {
         "engine": "all engines were sent the same weights, and only some are wrong",
@@ -126,20 +144,37 @@ def blame(
         "draft": "prefill and plain decode are right with the same weights",
         "cache": "the same weights are right without a cached prefix",
         "length": "wrong weights would be wrong from the first token on",
-        "decode": "wrong weights would be wrong in the first token too",
         "some": "wrong weights would be wrong in every response",
     }
     if seen.kind in reasons:
-        return Blame("rollout", near, reasons[seen.kind], (f"{CONVERSION} ({reasons[seen.kind]})",), next=NEXT[seen.kind])
-    if weights_equal:
+        return Blame("rollout", near, reasons[seen.kind], ((CONVERSION, reasons[seen.kind]),), next=NEXT[seen.kind])
+    if known.held:
         return Blame(
             "rollout", near, "the engine holds the weights that it should, byte by byte, so it computes something else with them",
-            (f"{CONVERSION} (the engine's weights are the reference's)",), next=f"Look at the engine's flags and version; {SERVE}.",
+            ((CONVERSION, "the engine's weights are the reference's"),), next=f"Look at the engine's flags and version; {SERVE}.",
+        )  # fmt: skip
+    if known.conversion or is_near("candidate", "reference"):
+        why = known.conversion or "the candidate's log-probs of the same ids agree with the reference"
+        return Blame(
+            "rollout", near, f"{why}, and the engine's do not follow" if not known.conversion else f"{why}: what leaves the checkpoint is right",
+            ((CONVERSION, why),), next=f"{rerun('--hashes ENGINE_HASHES')} tells a sync that goes wrong from an engine that does (docs/engine-hash.md).",
+        )  # fmt: skip
+    if seen.kind == "decode":  # first tokens may just be easy: a sum's first digit survives weights that lose the others
+        return Blame(
+            None, near, "a decode that goes wrong does that, and so do wrong weights where first tokens are easy", candidates=("rollout", "conversion"),
+            next=f"{rerun('--server URL')} decides it: it has the engine score the same ids in one pass (NeMo-RL#2100).",
         )  # fmt: skip
     return Blame(
         None, near, "nothing in this evidence tells the weights from the engine", candidates=("conversion", "rollout"),
         next=f"{rerun('--train TRAIN_DUMP')} decides it (slime and miles: --save-debug-train-data), or: {SERVE}.",
     )  # fmt: skip
+
+
+def explains(found: Mapping[tuple[str, str], float], side: str) -> bool:
+    """Whether a side that leaves the reference says what the engine says."""
+    away = found.get((side, "reference"))
+    near = [value for pair, value in found.items() if set(pair) in ({"decode", side}, {"prefill", side})]
+    return away is not None and bool(near) and away >= ALL_APART / 2 and min(near) < ALL_APART / 2 and min(near) * 3 < away
 
 
 NEXT = {
@@ -148,7 +183,6 @@ NEXT = {
     "draft": "Run once without speculation; look at which state slot the step after an accepted draft reads (vllm#39273).",
     "cache": "Run once with the prefix cache off, and flush it on every weight update (NeMo-RL#4018).",
     "length": "Look at the engine's context length, rope scaling and chunked prefill.",
-    "decode": "Look at the recurrent state and KV cache of decode; run once with eager kernels.",
     "some": "Score the same ids in one pass (--server URL): if prefill is right, decode is at fault (NeMo-RL#2100).",
 }
 
@@ -183,3 +217,37 @@ def worst_tokens(measured: Sequence[Measured], said: Sequence[Said], text: Calla
             f"{one.sample.where}: {one.apart:.3g} nats a token {kind}{since}; worst at token {k}, {around[1]!r} after {around[0]!r}: {numbers}"
         )
     return lines
+
+
+def _temperature(one: definitions.Definition) -> tuple[str, str]:
+    if not one.value:
+        return "all 0: scored at temperature 0", "Score at the temperature that was sampled at, or at 1 on both sides (slime#2085)."
+    return (
+        f"those of the reference's logits divided by {one.value:g} (temperature {one.value:g})",
+        "Use one temperature on both sides: engines give log-probs behind it, trainers must divide by it too (slime#557); --train shows whether yours does.",
+    )
+
+
+def _truncated(one: definitions.Definition) -> tuple[str, str]:
+    name = one.kind
+    also = f" at temperature {one.temperature:g}" if one.temperature != 1 else ""
+    value = f"{one.value:g}" if one.between is None else f"{one.value:g} ({one.between[0]:g} to {one.between[1]:g} fit as well)"
+    return (
+        f"renormalised over what {name} {value} keeps{also}: never below the reference's",
+        f"Ask the engine for log-probs before {name}, or sample without it (trl#6789).",
+    )
+
+
+SENTENCES: dict[str, Callable[[definitions.Definition], tuple[str, str]]] = {
+    "temperature": _temperature,
+    "top_p": _truncated,
+    "top_k": _truncated,
+    "rows": lambda one: (
+        f"those of the token one {'earlier' if one.value < 0 else 'later'}: the row is off by one",
+        "Cut the engine's log-probs where the response begins: logits at position t belong to token t + 1.",
+    ),
+    "labels": lambda one: (
+        f"those of each distribution for the {'previous' if one.value < 0 else 'next'} token: labels are off by one",
+        "Gather logits at position t with the label at t + 1.",
+    ),
+}

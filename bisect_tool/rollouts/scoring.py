@@ -17,7 +17,7 @@ ROWS_KEPT = 1 << 29
 
 
 class Model(Protocol):
-    """What is asked of a reference."""
+    """What is asked of a reference, and of a candidate."""
 
     def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor: ...
 
@@ -46,7 +46,7 @@ def score(model: Model, samples: Sequence[Sample], vocabulary: int, progress: Ca
         logits = model.forward(batch.ids(), batch.mask())
         for row, i in enumerate(group):
             sample = samples[i]
-            own = logits[row, : len(sample.tokens) - 1].float().cpu()
+            own = logits[row, : len(sample.tokens) - 1, :vocabulary].float().cpu()  # rows that only pad it are nobody's
             size = sample.length * own.shape[1] * 4
             found[i] = _scored(sample, own, keep=kept + size <= ROWS_KEPT)
             kept += size if kept + size <= ROWS_KEPT else 0

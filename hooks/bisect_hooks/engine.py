@@ -4,7 +4,8 @@
     from bisect_hooks import engine; engine.attach(model, tp_rank=rank, tp_size=size)  # a no-op unless BISECT_RECORD is set
 
 Where the package is not installed, copy this one file and import it by whatever name it was given.  The first forward with BISECT_RECORD_TOKENS tokens or
-more (default 2: a prefill, not a decode step) leaves `rank<r>.pt`, which `bisect-tool import torch` reads.  Module names are those of
+more (default 2: a prefill, not a decode step) leaves `rank<r>.pt`, which `bisect-tool import torch` reads.  With BISECT_RECORD_STEPS=N
+the N decode steps that follow are put behind it, where one request runs alone: what decode computes.  Module names are those of
 SGLang's and vLLM's Qwen3.5, Qwen3-MoE and Llama.  CUDA graphs and torch.compile skip hooks: run eagerly (SGLang --disable-cuda-graph,
 vLLM --enforce-eager).  Only tensors are written, with torch.save; a forward is left as it was, and an error here never reaches it.
 
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 
-SWITCH, LEAST = "BISECT_RECORD", "BISECT_RECORD_TOKENS"
+SWITCH, LEAST, STEPS = "BISECT_RECORD", "BISECT_RECORD_TOKENS", "BISECT_RECORD_STEPS"
 LAYER = r"(?:[\w.]*\.)?layers\.\d+"
 # modules whose outputs have a place in a recording; a layer itself gives its own part and the residual beside it
 WANTED = re.compile(
@@ -39,17 +40,19 @@ def attach(model: torch.nn.Module, tp_rank: int = 0, tp_size: int = 1, pp_rank: 
     out = os.environ.get(SWITCH)
     if not out:
         return lambda: None
-    recorder = Recorder(out, {"tp": tp_rank, "pp": pp_rank}, {"tp": tp_size, "pp": pp_size}, int(os.environ.get(LEAST, "2")))
+    at, sizes = {"tp": tp_rank, "pp": pp_rank}, {"tp": tp_size, "pp": pp_size}
+    recorder = Recorder(out, at, sizes, int(os.environ.get(LEAST, "2")), int(os.environ.get(STEPS, "0")))
     recorder.listen(model)
     return recorder.remove
 
 
 class Recorder:
-    """Keeps the outputs of one forward pass, then writes them and is silent."""
+    """Keeps the outputs of one forward pass, and of `steps` decode steps behind it, writes them and is silent."""
 
-    def __init__(self, out: str, at: dict[str, int], sizes: dict[str, int], least: int) -> None:
-        self.out, self.at, self.sizes, self.least = out, at, sizes, least
+    def __init__(self, out: str, at: dict[str, int], sizes: dict[str, int], least: int, steps: int = 0) -> None:
+        self.out, self.at, self.sizes, self.least, self.steps = out, at, sizes, least, steps
         self.found: dict[str, Any] = {}
+        self.passes: list[dict[str, Any]] = []
         self.keeping = self.done = False
         self.handles: list[Any] = []
 
@@ -69,7 +72,8 @@ class Recorder:
 
     def _begin(self, _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ids = next((one for one in (kwargs.get("input_ids"), *args) if _is_ids(one)), None)
-        self.keeping = not self.done and ids is not None and ids.numel() >= self.least
+        enough = ids is not None and (ids.numel() == 1 if self.passes else ids.numel() >= self.least)
+        self.keeping = not self.done and enough
         if not self.keeping or ids is None:
             return
         positions = next((one for one in (kwargs.get("positions"), *args[1:]) if _is_ids(one) and one.numel() == ids.numel()), None)
@@ -92,17 +96,30 @@ class Recorder:
     def _end(self, *_: Any) -> None:
         if not self.keeping:
             return
-        self.keeping, self.done = False, True
+        self.keeping = False
+        self.passes.append(self.found)
+        alone = self.passes[0].get("seq_lens") is None or self.passes[0]["seq_lens"].numel() == 1
+        self.done = len(self.passes) > self.steps or not alone
+        if self.done:
+            self._write()
+
+    def _write(self) -> None:
+        first = self.passes[0]
+        page = first | {"meta": {"at": self.at, "sizes": self.sizes}}
+        if len(self.passes) > 1:
+            names = [name for name in first if name != "seq_lens" and all(name in one for one in self.passes)]
+            page = {name: torch.cat([one[name] for one in self.passes]) for name in names} | {"meta": page["meta"]}
+            page["meta"] = page["meta"] | {"decoded": first["input_ids"].numel()}
         try:
             os.makedirs(self.out, exist_ok=True)  # noqa: PTH103 - one file without our own helpers, old engines included
             rank = self.at["pp"] * self.sizes["tp"] + self.at["tp"]
             target = f"{self.out}/rank{rank:05d}.pt"
-            torch.save(self.found | {"meta": {"at": self.at, "sizes": self.sizes}}, target + ".partial")
+            torch.save(page, target + ".partial")
             os.replace(target + ".partial", target)  # noqa: PTH105
-            log.warning("wrote %s: %d tensors", target, len(self.found))
+            log.warning("wrote %s: %d tensors", target, len(page) - 1)
         except OSError as error:
             log.error("nothing was recorded: %s", error)
-        self.found = {}
+        self.found, self.passes = {}, [{}]
 
 
 def _is_ids(thing: Any) -> bool:

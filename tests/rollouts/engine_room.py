@@ -261,5 +261,13 @@ def verdict(page: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
+def fault_of(fault: dict[str, Any]) -> tuple[Any, ...]:
+    """(class, layers, module, parts, between)"""
+    parts = fault["parts"] or [one for one in [fault["part"]] if one]
+    return fault["class"], fault["layers"], fault["module"], parts, fault["between"]
+
+
 def said(page: dict[str, Any]) -> str:
-    return "\n".join(page["stages"][4]["notes"])
+    """Notes of the engine stage, and what it clears."""
+    stage = page["stages"][4]
+    return "\n".join([*stage["notes"], *(f"cleared: {one['suspect']} ({one['why']})" for one in stage["cleared"])])

@@ -12,13 +12,18 @@ from typing import Any
 
 import pytest
 import torch
-from engine_room import MODEL, Row, slime_dump, slime_sample
+from engine_room import MODEL, ROOT, Row, slime_dump, slime_sample
 
 from bisect_tool.__main__ import run
 
+COMMANDS = {
+    "rollout": ["rollout", "--reference", str(MODEL)],
+    "run": ["run", "--prompts", str(ROOT / "golden/prompts.jsonl"), "--all-stages"],
+}
 
-def refused(out: Path, capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
-    assert run(["rollout", "--reference", str(MODEL), *map(str, arguments), "--out", str(out)]) == 2
+
+def refused(out: Path, capsys: pytest.CaptureFixture[str], *arguments: str | Path, command: str = "rollout") -> str:
+    assert run([*COMMANDS[command], *map(str, arguments), "--out", str(out)]) == 2
     printed = capsys.readouterr()
     assert printed.err.startswith("Error: ") and printed.err.count("\n") == 1
     assert printed.out == ""
@@ -35,18 +40,20 @@ class Trap:
         return self.made
 
 
+@pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("call", [os.system, subprocess.check_output, eval, socket.create_connection])
-def test_a_dump_with_code_in_it(call: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dump_with_code_in_it(call: Any, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ran = tmp_path / "ran"
     torch.save({"rollout_id": 0, "samples": [Trap(call, f"touch {ran}")]}, tmp_path / "0.pt")
-    assert "refused" in refused(tmp_path / "out", capsys, "--rollout", tmp_path / "0.pt")
+    assert "refused" in refused(tmp_path / "out", capsys, "--rollout", tmp_path / "0.pt", command=command)
     assert not ran.exists()
 
 
-def test_half_a_file(rows: list[Row], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", COMMANDS)
+def test_half_a_file(command: str, rows: list[Row], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dump = slime_dump(tmp_path / "0.pt", rows)
     dump.write_bytes(dump.read_bytes()[: dump.stat().st_size // 2])
-    assert "can't be read as a torch file" in refused(tmp_path / "out", capsys, "--rollout", dump)
+    assert "can't be read as a torch file" in refused(tmp_path / "out", capsys, "--rollout", dump, command=command)
 
 
 def sample(**changes: Any) -> dict[str, Any]:
@@ -115,6 +122,13 @@ USAGE: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "a server alone": (lambda _: ["--hashes", "x", "--server", "http://localhost:1"], "go with --rollout"),
     "a file without an option": (lambda path: [str(path / "x")], "files go behind --rollout"),
 }
+
+
+@pytest.mark.parametrize("what", [what for what in USAGE if what != "nothing"])
+def test_usage_of_run(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, said = USAGE[what]
+    (tmp_path / "here").mkdir()
+    assert said in refused(tmp_path / "out", capsys, *arguments(tmp_path / "here"), command="run")
 
 
 @pytest.mark.parametrize("what", USAGE)

@@ -381,16 +381,3 @@ def test_a_text_that_brings_its_own_bos_is_not_given_another(rows: list[Row], tm
     code, page = judged(tmp_path / "out", "--rollout", slime_dump(tmp_path / "0.pt", made))
     assert (code, page["faults"]) == (0, [])
     assert "cleared: tokenisation and template" in said(page)
-
-
-# What rows of the catalogue ask for and saved rollouts and listings can't carry, and why.
-CANNOT_BE_CARRIED = {
-    "the layer of G10, G11, W05, W10": "a state is in every layer at once: log-probs say decode, draft or cache; the layer needs engine activations",
-    "W08's layer and KV head": "no simulation makes it, so it is of open class here; an engine's activations of layer 3 show it",
-    "W02 by log-probs": "without rotation the embedded model moves by 0.023 nats, less than a bf16 engine's noise; its buffer's digest shows it (test_sync)",
-    "G05": "an FP8 engine's scales are its own bytes: no digest of a Hugging Face directory is theirs",
-    "T06": "replayed router ids are the trainer's activations, not what an engine said",
-    "L07": "a crash of Megatron's inference: there is no rollout",
-    "E03's init noise as such": "a digest says other bytes, not which distribution; the names that were never consumed say why",
-    "the shards of E02, S02, S03": "a dump does not say which rank spoke: the relation's detail has the EP or TP size that fits",
-}

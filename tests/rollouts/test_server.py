@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from engine_room import MODEL, Engine, Row, experts_mod, judged, rewritten, said, slime_dump, verdict
+from engine_room import MODEL, ROOT, Engine, Row, experts_mod, judged, rewritten, said, slime_dump, verdict
 from stand_in import Answers, serving
 
 from bisect_tool.__main__ import run
@@ -77,9 +77,18 @@ BROKEN = {
 }
 
 
+@pytest.mark.parametrize(
+    "command", [["rollout", "--reference", str(MODEL)], ["run", "--prompts", str(ROOT / "golden/prompts.jsonl")]], ids=["rollout", "run"]
+)
 @pytest.mark.parametrize("how", BROKEN)
 def test_a_server_that_misbehaves_is_one_clear_error(
-    how: str, engine: Engine, rows: list[Row], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    how: str,
+    command: list[str],
+    engine: Engine,
+    rows: list[Row],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(server, "HELLO", 0.5)
     monkeypatch.setattr(server, "READ", 0.5)
@@ -88,7 +97,7 @@ def test_a_server_that_misbehaves_is_one_clear_error(
         monkeypatch.setattr(server, "LARGEST_ANSWER", 1 << 18)
     dump = slime_dump(tmp_path / "0.pt", rows[:1])
     with serving(Answers(engine, "sglang"), how) as url:
-        assert run(["rollout", "--reference", str(MODEL), "--rollout", str(dump), "--server", url, "--out", str(tmp_path / "out")]) == 2
+        assert run([*command, "--rollout", str(dump), "--server", url, "--out", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert error.startswith("Error: ") and error.count("\n") == 1 and BROKEN[how] in error
 

@@ -1,0 +1,1 @@
+"""Views of a report, each made from its report.json alone."""
