@@ -53,9 +53,12 @@ def _drift(fault: Fault) -> tuple[str, str]:
         "conversion": "The bytes differ and no known relation explains them: compare the tensors named here by hand.",
         "parallel": "The weights are right and one rank is right: look at how this layout cuts, places or reduces here.",
         "model-definition": "The weights are right, on one rank too: look at how the candidate defines this module (spec, flags).",
+        "reference": "The reference is wrong here, not the candidate: look at this module in transformers, or take another version of it.",
     }.get(first.cls or "", "Run again with the weights stage: it decides between conversion and definition.")
     seen = f" ({first.tripped})" if first.tripped else ""
-    return f"{where(fault)}: what it gives leaves the reference's by {size} relative rms{seen}, on the reference's own inputs.", do
+    other = "candidate" if first.cls == "reference" else "reference"
+    said = f"{where(fault)}: what it gives leaves the {other}'s by {size} relative rms{seen}, on the reference's own inputs."
+    return f"{said} {first.evidence}".rstrip(), do
 
 
 def _duplicate(detail: Mapping[str, Any], first: Finding) -> tuple[str, str]:

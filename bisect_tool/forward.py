@@ -71,6 +71,7 @@ class Pass:
     experts: dict[str, list[int]] = field(default_factory=dict)
     said: Said | None = None
     flips: dict[str, torch.Tensor] = field(default_factory=dict)
+    handed: Callable[[str], torch.Tensor] | None = None
 
     def differing(self, known: Iterable[Site] = ()) -> set[str]:
         """Names of the sites that differ.  Where q, k or v rows of a packed linear_qkv are known to be wrong, its gate rows are
@@ -114,7 +115,7 @@ class Bench:
         said = self.run.record((self.recording.path, grafts))
         probes = self.run.probe(probe_inputs(self.recording, self.dims))
         result = Pass(said=said)
-        handed = _handed(said, set(grafts), self.recording)
+        handed = result.handed = _handed(said, set(grafts), self.recording)
         for key in expected_keys(self.recording, self.run.fused):
             result.judged[key] = self._judge(key, said, handed, probes, result)
         return result

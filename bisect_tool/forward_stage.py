@@ -10,6 +10,7 @@ from bisect_hooks.hf import Reference, Tokenizer
 from bisect_hooks.site import Site, parse_site
 from bisect_hooks.tap import split_key
 
+from bisect_tool.arbiter import arbiter_of
 from bisect_tool.candidate import CandidateRun, Said
 from bisect_tool.experiments import Lab
 from bisect_tool.faults import Finding
@@ -43,7 +44,8 @@ def run_forward(job: Job, result: StageResult, answers: list[dict[str, str]]) ->
     located = bench.locate(lambda number, found: result.probes.append(_pass_line(number, found)))
     findings = {site: to_finding(bench, located, site) for site in located.sites}
     if findings:
-        lab = Lab(bench, located, job.sides.auditor("reference-candidate"), job.reference.path, job.mismatches)
+        arbiter = arbiter_of(recorded.reference, job.reference)
+        lab = Lab(bench, located, job.sides.auditor("reference-candidate"), job.reference.path, job.mismatches, arbiter)
         findings = lab.decide(findings)
         result.probes += lab.probes
     free = run.record()

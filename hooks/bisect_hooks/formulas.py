@@ -107,9 +107,15 @@ def gated_norm(core_TVE: torch.Tensor, z_TVE: torch.Tensor, weight_E: torch.Tens
 
 
 def route(
-    logits_TX: torch.Tensor, top_k: int, *, score: str = "softmax", bias_X: torch.Tensor | None = None, scale: float = 1.0
+    logits_TX: torch.Tensor,
+    top_k: int,
+    *,
+    score: str = "softmax",
+    bias_X: torch.Tensor | None = None,
+    scale: float = 1.0,
+    renormalised: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weights [T X], zero where not chosen and adding up to `scale`; chosen [T X] as 0 and 1).
+    """(weights [T X], zero where not chosen and, renormalised, adding up to `scale`; chosen [T X] as 0 and 1).
 
     score  "softmax" over all experts, or "sigmoid" of each; a bias chooses and does not weigh
     """
@@ -117,7 +123,7 @@ def route(
     ranked = scores if bias_X is None else scores + wide(bias_X)
     chosen = torch.zeros_like(scores).scatter(-1, ranked.topk(top_k, -1).indices, 1.0)
     kept = scores * chosen
-    return kept / kept.sum(-1, keepdim=True) * scale, chosen
+    return (kept / kept.sum(-1, keepdim=True) if renormalised else kept) * scale, chosen
 
 
 def swiglu(gate_TF: torch.Tensor, up_TF: torch.Tensor) -> torch.Tensor:
