@@ -177,9 +177,10 @@ class Lab:
                 f"run the same checkpoint on one rank instead of {run.parallel}", self._before(site), self._level(result, site),
                 f"built and run again under {run.parallel}: still {self._level(control, site):.2g}",
             )  # fmt: skip
-            axes, evidence = at_fault({axis: self._agrees(one, site) for axis, one in without.items()})
-            others = [axis for axis in without if axis not in axes]
-            if len(without) > 1 and self._agrees(without[axes[0]], site):
+            gone = {axis: self._agrees(one, site) for axis, one in without.items()}
+            axes, evidence = at_fault(gone)
+            others = [axis for axis in without if not gone[axis]]
+            if len(without) > 1 and gone[axes[0]]:
                 one, other = run.parallel.without(axes[0]), others[0] if others else ""
                 proof = Proof(
                     f"run the same checkpoint under {one} instead of {run.parallel}", self._before(site), self._level(without[axes[0]], site),
@@ -301,12 +302,12 @@ def at_fault(cured: Mapping[str, bool]) -> tuple[tuple[str, ...], str]:
     for inner, outer in (("sp", "tp"), ("vpp", "pp")):
         if inner in axes and outer in axes:
             axes.remove(outer)  # it went with the inner one
-    kept = [axis for axis in cured if axis not in axes]
+    kept = [axis for axis, gone in cured.items() if not gone]
     names, others = (" and ".join(axis.upper() for axis in some) for some in (axes, kept))
     if len(cured) < 2:
         return tuple(cured), ""
     if not axes:
-        return tuple(cured), f"Taking away {others} one at a time cures nothing: more than one of them makes it by itself."
+        return tuple(kept), f"Taking away {others} one at a time cures nothing: more than one of them makes it by itself."
     if len(axes) > 1:
         return tuple(axes), f"Only {names} together make it: taking away any of them cures it."
     return tuple(axes), f"{names} makes it: it is gone without it" + (f", and still there without {others}." if kept else ".")

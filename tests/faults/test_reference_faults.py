@@ -81,6 +81,7 @@ def test_a_wrong_transformers_is_accused_and_the_candidate_is_not(
     assert neighbour in fault["proof"]["control"]
 
 
+@pytest.mark.wide
 def test_a_wrong_candidate_does_not_accuse_the_reference(workshop: Workshop, tmp_path: Path) -> None:
     patch = tmp_path / "patch.py"
     patch.write_text(
