@@ -18,6 +18,7 @@ from bisect_hooks.parallel import Parallel
 from bisect_hooks.site import Site, parse_site
 from bisect_hooks.tap import split_key
 
+from bisect_tool import choices
 from bisect_tool.align import Aligned, Mismatch, align
 from bisect_tool.cuts import TokenCut, feature_axes, parallel_of, sequence_axes, token_cut
 from bisect_tool.faults import Fault, Finding, Relation, group, span
@@ -305,6 +306,9 @@ class Comparison:
             notes.append(
                 f"routing: {flips} choices flip, each as the candidate's own logits say; from there on {left} of {len(self.index)} tokens are compared"
             )
+        if "lm_head" in found.judged and bool(found.alive.any()):
+            reference, candidate = self.run.pair("lm_head")
+            notes += [one for one in (choices.next_tokens(reference[found.alive], candidate[found.alive]),) if one]
         if found.made and len(found.level) > 1:
             behind = sum(level > 1 for level in found.level.values()) - len(found.made)
             apart = "and are not judged apart: nothing can be grafted into a recording"

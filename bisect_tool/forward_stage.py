@@ -10,6 +10,7 @@ from bisect_hooks.hf import Reference, Tokenizer
 from bisect_hooks.site import Site, parse_site
 from bisect_hooks.tap import split_key
 
+from bisect_tool import choices
 from bisect_tool.arbiter import arbiter_of
 from bisect_tool.candidate import CandidateRun, Said
 from bisect_tool.experiments import Lab
@@ -93,7 +94,7 @@ def _conclude(job: Job, result: StageResult, bench: Bench, located: Located, fin
     if logits is not None:
         said = f"free-running, the logits differ by {logits.relative_rms:.1e}"
         result.notes.insert(2, said if job.dtype == "fp32" else f"{said}; {is_this_normal(job, recording, logits.relative_rms)}")
-    result.notes += flips(bench, located)
+    result.notes += flips(bench, located, free)
     result.notes += [f"not compared: {key}: {why}" for key, why in list(located.incomparable.items())[:8]]
     result.notes += [f"differs behind another site and could not be cured apart from it: {name}" for name in located.unexplained[:4]]
     gap = located.incomparable or located.unexplained or not keys
@@ -113,26 +114,18 @@ def is_this_normal(job: Job, recording: Recording, candidate: float) -> str:
     )
 
 
-def flips(bench: Bench, located: Located) -> list[str]:
-    """Experts chosen otherwise than by the reference: how many, and by how narrow a margin.  Judged by the rule, so this only tells."""
-    flipped, margins = 0, []
-    found = located.passes[-1].flips
-    for key, changed in found.items():
+def flips(bench: Bench, located: Located, free: Said) -> list[str]:
+    """Experts and next tokens chosen otherwise than by the reference: how many, and by how narrow a margin."""
+    ranked, found, recording = [], located.passes[-1].flips, bench.recording
+    for key in found:
         bias = key.replace("topk", "expert_bias")
-        logits = bench.recording[key.replace("topk", "logits")].float()
-        ranked = bench.run.family.route(logits, bench.dims, bench.recording[bias] if bias in bench.recording else None).ranked
-        top = ranked.topk(min(bench.dims.top_k + 1, ranked.shape[-1]), dim=-1).values
-        margin = top[:, bench.dims.top_k - 1] - top[:, -1]
-        margins.append(torch.stack([margin, torch.where(changed, margin, torch.nan)]))
-        flipped += int(changed.sum())
-    if not flipped:
-        return []
-    every, those = torch.cat(margins, 1)
-    most = float(those.nan_to_num(0).max())
-    by = f"where it preferred one expert to the next by {most:.1e} at most" if most else "all of them between experts that it ranked alike"
-    return [
-        f"routing: {flipped} of {every.numel()} choices of experts are not the reference's, {by} (usually by {float(every.median()):.1e})"
-    ]
+        logits = recording[key.replace("topk", "logits")].float()
+        ranked.append(bench.run.family.route(logits, bench.dims, recording[bias] if bias in recording else None).ranked)
+    said = [choices.routing(ranked, list(found.values()), bench.dims.top_k)]
+    if "lm_head" in free.tensors:
+        reference = recording["lm_head"]
+        said.append(choices.next_tokens(reference, free.tensors["lm_head"][..., : reference.shape[-1]], where=", free-running"))
+    return [one for one in said if one]
 
 
 def replicas(bench: Bench, located: Located) -> dict[Site, Finding]:
