@@ -8,7 +8,7 @@ the drift, that argument is named.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -41,6 +41,7 @@ class Lab:
     reference: Path
     mismatches: Sequence[Mismatch]
     arbiter: Arbiter
+    padded_right: Callable[[], Bench]
     probes: list[str] = field(default_factory=list)
     opinions: dict[Site, Opinion] = field(default_factory=dict)
 
@@ -48,7 +49,7 @@ class Lab:
         """Findings by located site, each with class, relation where one is known, and proof."""
         open_sites = dict(findings)
         decided: dict[Site, Finding] = {}
-        for step in (self._reference, self._conversion, self._parallel, self._config, self._definition):
+        for step in (self._reference, self._conversion, self._parallel, self._padding, self._config, self._definition):
             if open_sites:
                 found = step(open_sites)
                 decided |= found
@@ -86,8 +87,8 @@ class Lab:
         said, handed = result.said, result.handed
         assert said is not None and handed is not None
         output = said.tensors[key] if key in said.tensors else result.values[key][1] if key in result.values else None
-        if key not in recording or output is None:
-            return None
+        if key not in recording or output is None or (self.bench.run.batch.left and ".rope:" in key):
+            return None  # a formula counts positions from the first token
         segments, dtype = recording.batch.lengths, self.bench.run.dtype
         try:
             return self.arbiter.opinion(
@@ -211,6 +212,27 @@ class Lab:
             cured = sum(self._agrees(found[axis], site) for site in sites)
             self.probes.append(f"{less} instead of {parallel}: {cured} of {len(sites)} drift(s) that one rank cures gone")
         return found
+
+    # -- padding --------------------------------------------------------------------------------------------------------------
+
+    def _padding(self, findings: Mapping[Site, Finding]) -> dict[Site, Finding]:
+        """Which drifts are gone when the same prompts are padded on the right?"""
+        if not self.bench.run.batch.left:
+            return {}
+        result, control = self.padded_right().one_pass(), self.bench.one_pass()
+        cured = [site for site in findings if self._agrees(result, site)]
+        self.probes.append(f"padded on the right instead of the left: {len(cured)} of {len(findings)} located drift(s) gone")
+        relation = Relation("unknown", {"padding": "left"}, rule="padding")
+        return {
+            site: replace(
+                findings[site], cls="model-definition", relation=relation,
+                proof=Proof(
+                    "pad the same prompts on the right", self._before(site), self._level(result, site),
+                    f"padded on the left again: still {self._level(control, site):.2g}",
+                ),
+            )
+            for site in cured
+        }  # fmt: skip
 
     # -- model definition -----------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ def explanation(fault: Fault) -> tuple[str, str]:
     if first.relation is None:
         return _drift(fault)
     said, do = SENTENCES[first.relation.kind](first.relation.detail, first)
-    if first.relation.kind == "unknown" and first.tolerance is not None and first.shard.of == "run":
+    if first.relation.kind == "unknown" and not first.relation.rule and first.tolerance is not None and first.shard.of == "run":
         return _drift(fault)
     reference, candidate = first.between
     said = said.replace("the reference's", f"the {reference}'s").replace("the candidate", f"the {candidate}")
@@ -112,6 +112,11 @@ def _missing(detail: Mapping[str, Any], first: Finding) -> tuple[str, str]:
 
 
 def _unknown(detail: Mapping[str, Any], _first: Finding) -> tuple[str, str]:
+    if "padding" in detail:
+        return (
+            "what pads a row on the left leaks into its first tokens and all that remembers them; padded on the right it is right",
+            "Mask padding before the convolution and the recurrence (maxtext#5295), or pad on the right",
+        )
     said = (
         f"it is {detail['stored']} where the table makes {detail['expected']}"
         + (f", as heads {detail['head_width']} wide would have it (hidden size / heads?)" if "head_width" in detail else "")

@@ -18,7 +18,7 @@ from bisect_tool.faults import Finding
 from bisect_tool.forward import Bench, Located, expected_keys, of_spec, shows_at, to_finding
 from bisect_tool.judge import Verdict
 from bisect_tool.ladder import DTYPES, Job
-from bisect_tool.measure import measure
+from bisect_tool.measure import Difference, measure
 from bisect_tool.noise import MARGIN
 from bisect_tool.prompts import Batch
 from bisect_tool.ranks import WORLDS
@@ -46,7 +46,15 @@ def run_forward(job: Job, result: StageResult, answers: list[dict[str, str]]) ->
     findings = {site: to_finding(bench, located, site) for site in located.sites}
     if findings:
         arbiter = arbiter_of(recorded.reference, job.reference)
-        lab = Lab(bench, located, job.sides.auditor("reference-candidate"), job.reference.path, job.mismatches, arbiter)
+        lab = Lab(
+            bench,
+            located,
+            job.sides.auditor("reference-candidate"),
+            job.reference.path,
+            job.mismatches,
+            arbiter,
+            lambda: padded_right(job, bench),
+        )
         findings = lab.decide(findings)
         result.probes += lab.probes
     free = run.record()
@@ -54,6 +62,13 @@ def run_forward(job: Job, result: StageResult, answers: list[dict[str, str]]) ->
     _conclude(job, result, bench, located, findings, free)
     if result.faults:
         answers += [one for one in compare_answers(job, run, recorded.reference) if one["reference"] != one["candidate"]]
+
+
+def padded_right(job: Job, bench: Bench) -> Bench:
+    """The same prompts, padded on the right: what is wrong there too is not padding's."""
+    batch = job.batch.padded_right()
+    recorded = recorded_reference(job.reference, job.family, job.candidate.layout, DTYPES[job.dtype], job.device, batch)
+    return replace(bench, recording=recorded.recording, run=replace(bench.run, batch=batch))
 
 
 def _conclude(job: Job, result: StageResult, bench: Bench, located: Located, findings: dict[Site, Finding], free: Said) -> None:
@@ -95,10 +110,25 @@ def _conclude(job: Job, result: StageResult, bench: Bench, located: Located, fin
         said = f"free-running, the logits differ by {logits.relative_rms:.1e}"
         result.notes.insert(2, said if job.dtype == "fp32" else f"{said}; {is_this_normal(job, recording, logits.relative_rms)}")
     result.notes += flips(bench, located, free)
+    result.notes += disagreements(job, result, recording, logits)
     result.notes += [f"not compared: {key}: {why}" for key, why in list(located.incomparable.items())[:8]]
     result.notes += [f"differs behind another site and could not be cured apart from it: {name}" for name in located.unexplained[:4]]
     gap = located.incomparable or located.unexplained or not keys
     result.verdict = Verdict.DIFFERS if result.faults else Verdict.INCOMPARABLE if gap else Verdict.AGREES
+
+
+def disagreements(job: Job, result: StageResult, recording: Recording, logits: Difference | None) -> list[str]:
+    """Where the grafted and the free run do not say the same: drifts that later layers hide, and logits that no drift explains."""
+    last = Site("lm_head")
+    hidden = [fault.first.site for fault in result.faults if fault.first.shows_at is None and fault.first.site < last]
+    said = [f"{site}: free-running, nothing behind it leaves the reference's own noise: later layers hide it" for site in hidden[:3]]
+    allowed = tolerance_of(recording, "lm_head", free=True).relative_rms
+    if logits is not None and not result.faults and not logits.relative_rms <= allowed:
+        said.append(
+            f"the grafted run finds no drift, yet free-running the logits differ by {logits.relative_rms:.1e}, where the reference is up to "
+            f"{allowed / MARGIN:.1e} from itself: small differences add up in {job.dtype}, or meet in a way that no single layer shows"
+        )
+    return said
 
 
 def is_this_normal(job: Job, recording: Recording, candidate: float) -> str:

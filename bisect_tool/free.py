@@ -145,11 +145,9 @@ class FreeRun:
             if key.endswith(HELPERS):
                 continue
             why = next((why for name, why in absent.items() if name in (key, split_key(key)[0])), "")
-            if word(parse_site(split_key(key)[0])) in PROBED:
-                found.skipped["experts, one by one"] = (
-                    "they are probed on the same rows, which two recordings can't be; their sum is compared"
-                )
-            elif why == FUSED or key.endswith(".input"):
+            if _probed(key):
+                continue
+            if why == FUSED or key.endswith(".input"):
                 found.skipped[_kind(key)] = why or "the output of the layer before it"
             elif imported and not why and _kind(key) not in held:
                 found.skipped[_kind(key)] = "the imported dump has no such site in any layer"
@@ -159,7 +157,9 @@ class FreeRun:
         for key in candidate - reference:
             if not key.endswith(HELPERS):
                 found.skipped.setdefault(_kind(key), "the reference's recording has no such site")
-        return [key for key in in_order(reference & candidate) if not key.endswith(HELPERS)]
+        if any(map(_probed, reference)):
+            found.skipped["experts, one by one"] = "they are probed on the same rows, which two recordings can't be; their sum is compared"
+        return [key for key in in_order(reference & candidate) if not key.endswith(HELPERS) and not _probed(key)]
 
     def _judge(self, key: str, found: Free) -> Judged:
         tolerance = self.tolerance(key)
@@ -266,6 +266,10 @@ def depth(name: str) -> int:
 def _kind(key: str) -> str:
     """A key without its layer."""
     return ".".join(key.split(".")[2:]) if key.startswith("layers.") else key
+
+
+def _probed(key: str) -> bool:
+    return word(parse_site(split_key(key)[0])) in PROBED
 
 
 def _eps(dtype: str) -> float:

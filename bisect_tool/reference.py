@@ -120,7 +120,7 @@ def recorded_reference(
     """The reference recorded once a process: like ranks, it is kept for whoever judges several candidates against it."""
     files = sorted({stored.pieces[0].file for stored in directory.stored.values()} | {directory.path / "config.json"})
     stamp = tuple((str(file.resolve()), file.stat().st_mtime_ns, file.stat().st_size) for file in files)
-    key = (stamp, layout, dtype, device, batch.rows)
+    key = (stamp, layout, dtype, device, batch)
     if key not in _RECORDED:
         _RECORDED.clear()
         reference, notes = load_reference(directory, family, layout, dtype, device)

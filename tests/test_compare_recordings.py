@@ -191,8 +191,11 @@ def test_a_recording_whose_replicas_disagree_is_not_compared(reference: Path, wr
     assert place(fault) == ("capture", 2, "router", "logits")
 
 
-def test_a_rope_base_of_another_model_grows_with_position_p01(reference: Path, written: Written, tmp_path: Path) -> None:
-    fault = only_fault(judged(reference, write_ranks(tmp_path / "ranks", written.run(ROWS, Errors(base=1e4)), ROWS, Parallel())))
+@pytest.mark.parametrize(
+    "errors", [pytest.param(Errors(base=1e4), id="P01-another-base"), pytest.param(Errors(width=32), id="P03-all-of-each-head")]
+)
+def test_a_recording_with_another_rotation_grows_with_position(errors: Errors, reference: Path, written: Written, tmp_path: Path) -> None:
+    fault = only_fault(judged(reference, write_ranks(tmp_path / "ranks", written.run(ROWS, errors), ROWS, Parallel())))
     assert place(fault) == ("model-definition", 3, "attention", "rope")
     assert fault["shape"]["text"] == "grows with position, zero at position 0"
 

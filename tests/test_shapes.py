@@ -32,6 +32,8 @@ def errors(*wrong: tuple[int, range]) -> torch.Tensor:
         ([(1, range(3)), (2, range(3))], "segments", "only in segments 1 and 2, there only in the first 3 tokens of a segment"),
         ([(i, range(3)) for i in range(3)], "start", "only in the first 3 tokens of a segment"),
         ([(1, range(64, 100)), (2, range(64, 80))], "from-token", "starts at token 64"),
+        ([(1, range(64, 65)), (2, range(64, 65))], "span", "only at token 64"),
+        ([(1, range(64, 67)), (2, range(64, 66))], "span", "only at tokens 64 to 66"),
         ([(0, range(5, 6)), (1, range(40, 42))], "scattered", "on 3 of 196 tokens"),
     ],
 )

@@ -54,7 +54,7 @@ OFFERED = {
     ],
     "run": [
         *("--all-stages", "--candidate", "--candidate-patch", "--device", "--dtype", "--export", "--input-key", "--launch", "--out"),
-        "--prompts",
+        *("--padding", "--prompts"),
         *("--reference", "--spec", "--stages", "--strict"),
         *PARALLEL,
     ],
