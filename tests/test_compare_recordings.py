@@ -181,6 +181,22 @@ def test_a_recording_with_rows_that_nobody_wrote_d08(value: float, reference: Pa
     assert fault["shape"]["text"] == "row 1, positions 0 to 31"
 
 
+@pytest.mark.parametrize("key", ["lm_head", "layers.2.input_norm"])
+def test_a_recording_with_stale_rows_d08(key: str, reference: Path, written: Written, tmp_path: Path) -> None:
+    """The same, where the memory held something: another row's values."""
+
+    def stale(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat([tensor[:16], tensor[80:96], tensor[32:]]) if name == key else tensor
+
+    said = written.run(ROWS)
+    said[key] = stale(key, said[key])
+    fault = only_fault(judged(reference, write_ranks(tmp_path / "ranks", said, ROWS, Parallel())))
+    assert place(fault)[0] == "capture"
+    assert fault["site"] == key
+    assert fault["shape"]["text"] == "row 1, positions 0 to 15"
+    assert "have nothing to do with what enters" in fault["explanation"]
+
+
 def test_a_recording_whose_replicas_disagree_is_not_compared(reference: Path, written: Written, tmp_path: Path) -> None:
     def one_rank_apart(rank: int, tensors: dict[str, torch.Tensor]) -> None:
         if rank == 1:
