@@ -14,6 +14,8 @@ from bisect_tool.faults import span
 
 # of what is said to be confined to a segment's first tokens, at most this part of the segment may be wrong
 SHORT = 0.25
+# tokens of a segment from which one can tell whether an error grows
+ENOUGH = 8
 # so many tokens behind a boundary are named one by one, where those after them are right again
 SPAN = 4
 # a rank correlation of error and position from which an error is said to grow
@@ -114,7 +116,7 @@ def _inside(errors: torch.Tensor, bad: Sequence[int], wrong: torch.Tensor, lengt
             text = f"only at token {start}" if last == start else f"only at tokens {start} to {last}"
             return Shape("span", text, {"token": start, "last": last}, weights_are_right=True)
         return Shape("from-token", f"starts at token {start}", {"token": start}, weights_are_right=True)
-    growth = min(_growth(one) for one in sizes.values())
+    growth = min((_growth(one) for one in sizes.values() if len(one) >= ENOUGH), default=0.0)
     if (start == 1 and growth > 0) or growth > GROWS:
         zero = ", zero at position 0" if start >= 1 else ""
         return Shape("grows", f"grows with position{zero}", {"from": start})
@@ -128,9 +130,7 @@ def _inside(errors: torch.Tensor, bad: Sequence[int], wrong: torch.Tensor, lengt
 
 
 def _growth(errors: torch.Tensor) -> float:
-    """The rank correlation of error and position, 0 for too few tokens to tell."""
-    if len(errors) < 8:
-        return 0.0
+    """The rank correlation of error and position."""
     _, which, count = errors.unique(return_inverse=True, return_counts=True)
     if len(count) == 1:
         return 0.0

@@ -47,6 +47,8 @@ def test_an_error_that_grows_with_position_is_told_from_one_that_is_everywhere()
     position = torch.cat([torch.arange(n) for n in LENGTHS]).double()
     assert shape_of(position / 100, 1e-3, LENGTHS).text == "grows with position, zero at position 0"
     assert shape_of(0.5 + position / 100, 1e-3, LENGTHS).text == "grows with position"
+    short = torch.cat([torch.arange(n) for n in (1, 7, 70)]).double()
+    assert shape_of(short / 100, 1e-3, (1, 7, 70)).text == "grows with position, zero at position 0"
     noise = torch.rand(len(position), generator=torch.Generator().manual_seed(0)).double() + 1
     assert shape_of(noise, 1e-3, LENGTHS).kind == "everywhere"
 

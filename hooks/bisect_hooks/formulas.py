@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 Segments = Sequence[int]
+ROWS = 8192
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
@@ -36,8 +37,9 @@ def rms_norm(x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float, *, zero_cen
 
 
 def linear(x_TH: torch.Tensor, weight_FH: torch.Tensor, bias_F: torch.Tensor | None = None) -> torch.Tensor:
-    """x Wᵀ + b."""
-    out = wide(x_TH) @ wide(weight_FH).T
+    """x Wᵀ + b, some rows of W at a time: in float64 a whole head is four times its file."""
+    x = wide(x_TH)
+    out = torch.cat([x @ wide(rows).T for rows in weight_FH.split(ROWS)], -1)
     return out if bias_F is None else out + wide(bias_F)
 
 

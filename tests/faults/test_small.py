@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from bisect_hooks.parallel import Parallel
-from cases import FORWARD, Verdict, fault
+from cases import FORWARD, FULL, Verdict, fault
 from safetensors.torch import load_file, save_file
 from workshop import REFERENCE, Workshop, judge, verdict_of
 
@@ -88,6 +88,13 @@ def test_a_small_fault_is_named_and_nothing_else(line: str, expected: Verdict, w
     assert found(page) == [expected]
     if line == BOUNDARY:
         assert page["first"]["shape"]["text"] == "only at token 64"
+
+
+@pytest.mark.parametrize("name", ["P01", "P03"])
+def test_a_wrong_rotation_grows_with_position(name: str, workshop: Workshop, tmp_path: Path) -> None:
+    page = judged(workshop.faulty("slime", "one", name), tmp_path, "one")
+    assert found(page) == [fault("model-definition", FULL, "attention", ["rope"], "config", "run")]
+    assert page["first"]["shape"]["text"] == "grows with position, zero at position 0"
 
 
 @pytest.mark.parametrize(
