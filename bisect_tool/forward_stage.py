@@ -121,7 +121,10 @@ def disagreements(job: Job, result: StageResult, recording: Recording, logits: D
     """Where the grafted and the free run do not say the same: drifts that later layers hide, and logits that no drift explains."""
     last = Site("lm_head")
     hidden = [fault.first.site for fault in result.faults if fault.first.shows_at is None and fault.first.site < last]
-    said = [f"{site}: free-running, nothing behind it leaves the reference's own noise: later layers hide it" for site in hidden[:3]]
+    said = [
+        f"{site}: free-running, nothing behind it leaves the reference's own noise: these prompts do not show it, or later layers hide it"
+        for site in hidden[:3]
+    ]
     allowed = tolerance_of(recording, "lm_head", free=True).relative_rms
     if logits is not None and not result.faults and not logits.relative_rms <= allowed:
         said.append(

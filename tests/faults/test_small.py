@@ -90,6 +90,16 @@ def test_a_small_fault_is_named_and_nothing_else(line: str, expected: Verdict, w
         assert page["first"]["shape"]["text"] == "only at token 64"
 
 
+def test_a_fault_that_the_prompts_do_not_show_is_found_and_said_to_be_hidden(workshop: Workshop, tmp_path: Path) -> None:
+    """One token goes to four experts; expert 9 of layer 5 is none of them, and is probed all the same."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"input_ids": [5]}) + "\n")
+    page = judged(workshop.good("slime", "one"), tmp_path, "one", EXPERT, prompts=prompts)
+    assert found(page) == [made([5], "experts", "fc2")]
+    assert page["first"]["shows_at"] is None
+    assert any("layers.5.experts.fc2: free-running, nothing behind it leaves" in note for note in page["stages"][3]["notes"])
+
+
 @pytest.mark.parametrize("name", ["P01", "P03"])
 def test_a_wrong_rotation_grows_with_position(name: str, workshop: Workshop, tmp_path: Path) -> None:
     page = judged(workshop.faulty("slime", "one", name), tmp_path, "one")
