@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test unit drill check lint types golden train gate bench real calibrate scoreboard bench-audit drill-397b drill-kill clean
+.PHONY: help install run test unit drill check lint types golden train gate bench real calibrate scoreboard scoreboard-rivals scoreboard-short bench-audit drill-397b drill-kill clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -28,8 +28,8 @@ test: install  ## all tests but the wide drill (under 10 minutes on 2 cores)
 unit: install  ## tests that start no ranks
 	$(BIN)/python -m pytest -m "not ranks"
 
-drill: install  ## planted faults in every layout and every family, and nothing else
-	$(BIN)/python -m pytest -m "ranks or wide"
+drill: install  ## planted faults in every layout and every family, and nothing else; writes docs/drill.md
+	$(BIN)/python -m pytest -m "ranks or wide" -n 2 --dist loadgroup --drill-table docs/drill.md
 
 check: lint types test  ## what CI runs: lint, types, tests
 
@@ -71,8 +71,14 @@ real: install  ## real weights: SmolLM2-135M clean in three layouts, then five p
 calibrate: install  ## how far clean runs go, by statistic, and how many alarm: golden/calibration.json
 	$(BIN)/python golden/calibrate.py
 
-scoreboard: install  ## which faults are found, down to which severity: docs/scoreboard.md
+scoreboard: install  ## which faults are found, down to which severity: docs/scoreboard.md (after calibrate and scoreboard-rivals)
 	$(BIN)/python golden/scoreboard.py
+
+scoreboard-rivals: install  ## other tools' rules on forty stored pairs: docs/rivals.md
+	$(BIN)/python golden/rivals.py
+
+scoreboard-short: install  ## every spoiled tensor of one checkpoint layout in fp32 is placed: a subset for CI
+	$(BIN)/python golden/scoreboard.py --short
 
 clean:  ## remove .venv, caches and reports
 	rm -rf $(VENV) bisect-report .pytest_cache .mypy_cache .ruff_cache .hypothesis

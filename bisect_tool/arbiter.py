@@ -14,7 +14,6 @@ from typing import Literal
 import torch
 from bisect_hooks.by_formula import Recipe, Sources, recipe
 from bisect_hooks.family import Dimensions, Family
-from bisect_hooks.hf import Reference
 
 from bisect_tool.forward import Judged, judged
 from bisect_tool.hf_directory import HuggingFaceDirectory
@@ -98,8 +97,3 @@ class Arbiter:
             return judged(key, wanted, said, measure(wanted, said), tolerance)
 
         return Opinion(off(reference), off(candidate))
-
-
-def arbiter_of(reference: Reference, directory: HuggingFaceDirectory) -> Arbiter:
-    """The arbiter between a reference that is loaded and whoever disagrees with it."""
-    return Arbiter.of(directory, reference.family, reference.dims, reference.given)

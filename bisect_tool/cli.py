@@ -64,6 +64,7 @@ def _stages(_context: click.Context, _option: click.Parameter, text: str | None)
 @candidate_option
 @click.option("--launch", type=DIRECTORY, help="Launch script: its flags say how the candidate is built.  Read, never executed.")
 @click.option("--export", type=DIRECTORY, help="Hugging Face directory exported from the candidate.")
+@click.option("--golden", type=DIRECTORY, help="Golden directory: its recording stands for the reference's forward, which is not run.")
 @click.option("--stages", callback=_stages, metavar="A,B", help=f"Run just these of {', '.join(STAGES)}.")
 @click.option("--all-stages", is_flag=True, help="Go on after the first stage that finds a fault.")
 @click.option("--strict", is_flag=True, help="Minor findings (precision lost, extras missing) count as faults.")
@@ -92,6 +93,7 @@ def run(prompts: str, reference: Path | None, candidate: Path | None, parallel: 
         candidate_path=candidate if reference is not None else golden.candidate(),
         launch=options["launch"],
         export=options["export"],
+        golden=options["golden"],
         prompts=prompts,
         input_key=options["input_key"],
         parallel=parallel or Parallel(),
@@ -259,15 +261,19 @@ def gate(golden_directory: Path, candidate: Path, spec: tuple[str, str] | None, 
 @reference_option
 @candidate_option
 @click.option("--out", type=DIRECTORY, required=True, help="Where the recording goes (empty or new).")
+@click.option("--dtype", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True, help="What is computed in.")
+@click.option("--device", default="cpu", show_default=True, help="Where it computes.")
 @spec_option
 @parallel_options
 def record(side: str, prompts: str, reference: Path | None, candidate: Path | None, out: Path, **options: Any) -> int:
     """Write a Recording: activations by site, one side."""
+    if side == "candidate" and (reference is None) != (candidate is None):
+        raise UsageError("give --candidate with its --reference, or neither of them (the embedded model)")
     from bisect_tool import golden, ladder, recorded
 
     job = ladder.Job(
         reference or golden.reference(), candidate or golden.candidate(), prompts, options["input_key"],
-        options["parallel"] or Parallel(), spec=options["spec"], command=_command(),
+        options["parallel"] or Parallel(), spec=options["spec"], dtype=options["dtype"], device=options["device"], command=_command(),
     )  # fmt: skip
     click.echo(recorded.record(job, side, out))
     return 0

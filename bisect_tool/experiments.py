@@ -40,8 +40,8 @@ class Lab:
     auditor: Auditor
     reference: Path
     mismatches: Sequence[Mismatch]
-    arbiter: Arbiter
-    padded_right: Callable[[], Bench]
+    arbiter: Arbiter | None = None
+    padded_right: Callable[[], Bench] | None = None
     probes: list[str] = field(default_factory=list)
     opinions: dict[Site, Opinion] = field(default_factory=dict)
 
@@ -87,7 +87,7 @@ class Lab:
         said, handed = result.said, result.handed
         assert said is not None and handed is not None
         output = said.tensors[key] if key in said.tensors else result.values[key][1] if key in result.values else None
-        if key not in recording or output is None or (self.bench.run.batch.left and ".rope:" in key):
+        if self.arbiter is None or key not in recording or output is None or (self.bench.run.batch.left and ".rope:" in key):
             return None  # a formula counts positions from the first token
         segments, dtype = recording.batch.lengths, self.bench.run.dtype
         try:
@@ -217,7 +217,7 @@ class Lab:
 
     def _padding(self, findings: Mapping[Site, Finding]) -> dict[Site, Finding]:
         """Which drifts are gone when the same prompts are padded on the right?"""
-        if not self.bench.run.batch.left:
+        if self.padded_right is None or not self.bench.run.batch.left:
             return {}
         result, control = self.padded_right().one_pass(), self.bench.one_pass()
         cured = [site for site in findings if self._agrees(result, site)]

@@ -11,7 +11,7 @@ from bisect_hooks.site import Site, parse_site
 from bisect_hooks.tap import split_key
 
 from bisect_tool import choices
-from bisect_tool.arbiter import arbiter_of
+from bisect_tool.arbiter import Arbiter
 from bisect_tool.candidate import CandidateRun, Said
 from bisect_tool.experiments import Lab
 from bisect_tool.faults import Finding
@@ -23,7 +23,7 @@ from bisect_tool.noise import MARGIN
 from bisect_tool.prompts import Batch
 from bisect_tool.ranks import WORLDS
 from bisect_tool.recording import Recording
-from bisect_tool.reference import answers_of, load_reference, recorded_reference, tolerance_of
+from bisect_tool.reference import answers_of, golden_reference, load_reference, recorded_reference, rounded_weights, tolerance_of
 from bisect_tool.report import StageResult
 from bisect_tool.shards import shard_of
 
@@ -35,7 +35,8 @@ def run_forward(job: Job, result: StageResult, answers: list[dict[str, str]]) ->
     WORLDS.get(job.parallel.world, job.device)  # ranks start while the reference runs
     run = job.candidate_run()
     job.progress("forward: reference")
-    recorded = recorded_reference(job.reference, job.family, job.candidate.layout, DTYPES[job.dtype], job.device, job.batch)
+    what = (job.reference, job.family, job.candidate.layout, DTYPES[job.dtype], job.device, job.batch)
+    recorded = golden_reference(job.golden, *what) if job.golden is not None else recorded_reference(*what)
     result.notes += recorded.notes
     job.progress("forward: candidate")
     missing = run.build()
@@ -45,7 +46,8 @@ def run_forward(job: Job, result: StageResult, answers: list[dict[str, str]]) ->
     located = bench.locate(lambda number, found: result.probes.append(_pass_line(number, found)))
     findings = {site: to_finding(bench, located, site) for site in located.sites}
     if findings:
-        arbiter = arbiter_of(recorded.reference, job.reference)
+        given = rounded_weights(job.reference, job.family, job.dims, job.candidate.layout)[0]
+        arbiter = Arbiter.of(job.reference, job.family, job.dims, given)
         lab = Lab(
             bench,
             located,

@@ -19,9 +19,8 @@ from bisect_tool.judge import Verdict
 from bisect_tool.ladder import DTYPES, package_version, timed
 from bisect_tool.noise import MARGIN
 from bisect_tool.recording import Recording
+from bisect_tool.reference import golden_recording
 from bisect_tool.report import STAGES, Report, StageResult, not_run
-
-RECORDING = "recording"
 
 
 def gate(golden: Path, candidate: Path, parallel: Parallel, command: str, spec: Spec | None = None) -> Report:
@@ -29,11 +28,8 @@ def gate(golden: Path, candidate: Path, parallel: Parallel, command: str, spec: 
 
     Raises UsageError when the golden directory holds no Recording, or one of another layout's rounding.
     """
-    path = golden / RECORDING if (golden / RECORDING).is_dir() else golden
-    recording = Recording(path)
-    come = recording.provenance
-    if not come.floor:
-        raise UsageError(f"{path} has no measured noise, so nothing says what is allowed", hint="record it again with: make golden")
+    recording = golden_recording(golden)
+    come, path = recording.provenance, recording.path
     checkpoint = open_checkpoint(candidate)
     family = families().get(come.family)
     if family is None:

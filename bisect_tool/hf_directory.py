@@ -185,6 +185,13 @@ def open_hf(path: Path) -> HuggingFaceDirectory:
     absent = sorted(set(map(canonical, weight_map or {})) - set(stored))
     if absent:
         raise UsageError(f"{index.name} lists {absent[0]}, which its file does not hold ({len(absent)} such)")
+    holders = {name: stored[canonical(name)].pieces[0].file for name in weight_map or {}}
+    moved = [(name, told) for name, told in (weight_map or {}).items() if path / told != holders[name]]
+    if moved:
+        name, told = moved[0]
+        raise UsageError(
+            f"{index.name} has {name} in {told}, it is in {holders[name].name} ({len(moved)} such)", hint="a loader fails on it"
+        )
     return HuggingFaceDirectory(path, config, stored, tuple(sorted(file.name for file in here - paths)))
 
 

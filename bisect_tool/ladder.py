@@ -65,6 +65,7 @@ class Job:
     launch: Path | None = None
     jobs: int | None = None
     out: Path | None = None
+    golden: Path | None = None
 
     @cached_property
     def sides(self) -> Sides:
@@ -166,6 +167,7 @@ def climb(job: Job) -> Report:
     job.family  # noqa: B018 - bad input is refused before any work
     if job.candidate_path is not None:
         job.candidate  # noqa: B018
+        job.written_under  # noqa: B018 - refuses a layout that it can't have been written under
         if job.stages != ("weights",):
             job.args  # noqa: B018
     forward = job.prompts is not None and job.candidate_path is not None
@@ -294,6 +296,7 @@ def provenance(job: Job) -> Mapping[str, Any]:
         "candidate": str(job.candidate_path) if job.candidate_path is not None else None,
         "export": str(job.export) if job.export is not None else None,
         "launch": str(job.launch) if job.launch is not None else None,
+        "golden": str(job.golden) if job.golden is not None else None,
         "layout": job.candidate.layout if job.candidate_path is not None else None,
         "digests": {"prompts": job.batch.digest} if job.prompts is not None and job.candidate_path is not None else {},
         "parallel": (job.written_under or job.parallel if job.stages == ("weights",) else job.parallel).shown(),

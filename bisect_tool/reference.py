@@ -20,11 +20,13 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from bisect_hooks.errors import UsageError
 from bisect_hooks.family import CheckpointLayout, Dimensions, Family
 from bisect_hooks.hf import VERSION, Reference
 from bisect_hooks.site import parse_site
@@ -41,6 +43,8 @@ from bisect_tool.recording import Provenance, Recording, by_group, writing
 SEED = 20260423
 PROBE_ROWS = 8
 SOURCE = f"{MARGIN:.0f} x the reference's own noise (four re-evaluations)"
+# a golden directory's Recording
+RECORDING = "recording"
 BEHIND_ROUTING = ("experts.combine", "output")
 
 
@@ -56,6 +60,15 @@ def load_reference(
     """The model, with the table's lossy rows applied; and a note for each kind of row that rounds, with its size."""
     dims = family.reference_dimensions(directory.config)
     reference = Reference(directory.path, family, dims, dtype, torch.device(device))
+    rounded, notes = rounded_weights(directory, family, dims, layout)
+    reference.put(rounded)
+    return reference, notes
+
+
+def rounded_weights(
+    directory: HuggingFaceDirectory, family: Family, dims: Dimensions, layout: CheckpointLayout
+) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """What the table's lossy rows leave of the reference's tensors, and a note for each kind of them."""
     rounded: dict[str, torch.Tensor] = {}
     worst: dict[str, float] = {}
     for rule in family.rules(dims, layout, directory.names, mtp=False):
@@ -65,13 +78,11 @@ def load_reference(
             rounded |= dict(zip(rule.references, after, strict=True))
             kind = f"{rule.site.module}.{rule.site.part}"
             worst[kind] = max(worst.get(kind, 0.0), *(measure(b, a).relative_rms for b, a in zip(before, after, strict=True)))
-    reference.put(rounded)
-    notes = [
+    return rounded, [
         f"{kind}: the {layout} layout stores it rounded (relative rms up to {size:.1e}); the reference was run through the same rounding"
         for kind, size in worst.items()
         if size > 0
     ]
-    return reference, notes
 
 
 def record_reference(
@@ -106,12 +117,16 @@ def record_reference(
 
 @dataclass(frozen=True)
 class Recorded:
-    """A reference that has spoken: the model, its Recording with its noise, and what there is to say about it."""
+    """A reference that has spoken: its Recording with its noise, what there is to say about it, and the model, loaded when asked for."""
 
-    reference: Reference
+    load: Callable[[], Reference] = field(repr=False)
     recording: Recording
     notes: tuple[str, ...]
-    folder: tempfile.TemporaryDirectory[str]
+    folder: tempfile.TemporaryDirectory[str] | None = None
+
+    @cached_property
+    def reference(self) -> Reference:
+        return self.load()
 
 
 def recorded_reference(
@@ -126,8 +141,45 @@ def recorded_reference(
         reference, notes = load_reference(directory, family, layout, dtype, device)
         folder = tempfile.TemporaryDirectory(prefix="bisect-reference-")
         recording = record_reference(reference, batch, Path(folder.name) / "recording", model=str(directory.path), layout=layout)
-        _RECORDED[key] = Recorded(reference, recording, tuple(notes), folder)
+        _RECORDED[key] = Recorded(lambda: reference, recording, tuple(notes), folder)
     return _RECORDED[key]
+
+
+def golden_recording(golden: Path) -> Recording:
+    """The Recording of a golden directory.  Raises UsageError when there is none, or none with measured noise."""
+    recording = Recording(golden / RECORDING if (golden / RECORDING).is_dir() else golden)
+    if not recording.provenance.floor:
+        raise UsageError(
+            f"{recording.path} has no measured noise, so nothing says what is allowed",
+            hint="record the reference again: bisect-tool record --side reference",
+        )
+    return recording
+
+
+def golden_reference(
+    golden: Path, directory: HuggingFaceDirectory, family: Family, layout: CheckpointLayout, dtype: torch.dtype, device: str, batch: Batch
+) -> Recorded:
+    """What a golden directory keeps of the reference, in place of running it.
+
+    Raises UsageError where it is of another family or dtype, of other token ids, or of a checkpoint layout that rounds otherwise.
+    """
+    recording = golden_recording(golden)
+    come, asked = recording.provenance, str(dtype).removeprefix("torch.")
+    dims = family.reference_dimensions(directory.config)
+    rounds = any(rule.op.lossy for rule in family.rules(dims, layout, directory.names, mtp=False))
+    wrong = [
+        *([f"of {come.family}, the reference is a {family.name}"] if come.family != family.name else []),
+        *([f"in {come.dtype}, --dtype asks for {asked}"] if come.dtype != asked else []),
+        *(["of rows padded on the right"] if batch.left else []),
+        *([f"of {len(come.rows)} other prompts ({recording.batch.tokens} tokens)"] if come.rows != batch.rows else []),
+        *([f"for {come.layout} checkpoints, and the {layout} layout rounds some weights"] if come.layout != layout and rounds else []),
+    ]
+    if wrong:
+        raise UsageError(
+            f"the recording in {recording.path} is {'; '.join(wrong)}", hint="leave --golden out, or record the reference again"
+        )
+    notes = (f"the reference was not run: {recording.path} holds what it said",)
+    return Recorded(lambda: load_reference(directory, family, layout, dtype, device)[0], recording, notes)
 
 
 _RECORDED: dict[object, Recorded] = {}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bisect_hooks.errors import UsageError
-from bisect_hooks.family import CheckpointLayout, Dimensions, Family, family_of
+from bisect_hooks.family import CheckpointLayout, Dimensions, Family, check_conversion, family_of
 from bisect_hooks.parallel import Parallel
 from bisect_hooks.site import Site
 from bisect_hooks.table import Rule, check_total
@@ -86,9 +86,18 @@ class Sides:
     @cached_property
     def written_under(self) -> Parallel | None:
         """The conversion's layout: flags, else the checkpoint's args, else the files that ranks wrote, else unknown."""
+        if self.converted is not None:
+            check_conversion(self.dims, self.converted)
         if self.candidate is None:
             return self.converted
         return self.converted or parallel_of(self.args, self.dims.layers) or written_by(self.checkpoint, self.dims)
+
+    @property
+    def contradicted(self) -> str:
+        """What the checkpoint's args say of its layout, where flags say another."""
+        said = parallel_of(self.args, self.dims.layers) if self.candidate is not None and self.converted is not None else None
+        same = said is None or all(said.size(axis) == self.converted.size(axis) for axis in ("tp", "pp", "ep", "etp"))  # type: ignore[union-attr]
+        return "" if same else f"the flags say that it was converted at {self.converted}, its args at {said}: placed by the flags"
 
     def table(self, layout: CheckpointLayout, directory: HuggingFaceDirectory, mtp: bool) -> list[Rule]:
         rules = self.family.rules(self.dims, layout, directory.names, mtp=mtp)
@@ -206,6 +215,8 @@ class Stage:
         """(what was found and compared, faults, minor)."""
         auditor, audit = self.auditor, Audit()
         self._leave_out(audit)
+        if self.sides.contradicted:
+            audit.notes.append(self.sides.contradicted)
         answers = self.crew.answers(f"{self.between} compare", [(name, name) for name in auditor.row_of])
         missing = []
         compared: list[Compared] = []

@@ -20,10 +20,10 @@ from bisect_hooks.parallel import Parallel
 
 from bisect_tool.checkpoint import open_checkpoint
 from bisect_tool.conversion import convert
-from bisect_tool.gating import RECORDING
 from bisect_tool.ladder import Job, climb
 from bisect_tool.ranks import WORLDS
 from bisect_tool.recorded import record
+from bisect_tool.reference import RECORDING
 
 HERE = Path(__file__).resolve().parent
 MODEL, CONVERTED = "golden/tiny-qwen3.5-moe", "golden/tiny-qwen3.5-moe-torch_dist"

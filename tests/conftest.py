@@ -12,6 +12,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 sys.path.insert(0, str(Path(__file__).parent / "faults"))
 sys.path.insert(0, str(Path(__file__).parent / "rollouts"))
 
+import drill_table
 from engine_room import Engine, Row
 from workshop import Workshop
 
@@ -35,3 +36,23 @@ def engine() -> Engine:
 def rows(engine: Engine) -> list[Row]:
     """What a healthy engine says."""
     return engine.generate()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--drill-table", type=Path, help="where the drill's table goes")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Spread over processes by file, where nothing else is said: fixtures and ranks are made once a file."""
+    for item in items:
+        if not any(item.iter_markers("xdist_group")):
+            item.add_marker(pytest.mark.xdist_group(item.path.name))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Writes the drill's table of every cell that ran."""
+    out = config.getoption("--drill-table")
+    if out:
+        reports = [one for outcome in ("passed", "failed") for one in terminalreporter.stats.get(outcome, [])]
+        cells = [(dict(one.user_properties).get("cell"), one) for one in reports if one.when == "call"]
+        out.write_text(drill_table.page({str(cell): one.outcome for cell, one in cells if cell}, sum(one.duration for _, one in cells)))

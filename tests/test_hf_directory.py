@@ -87,6 +87,14 @@ def test_a_tensor_in_two_files_is_refused_with_both(tmp_path: Path) -> None:
         open_hf(tmp_path)
 
 
+def test_an_index_that_names_another_file_than_the_one_that_holds_a_tensor_is_refused(tmp_path: Path) -> None:
+    files = {"a.safetensors": tensors(EMBED), "b.safetensors": tensors(HEAD)}
+    files["a.safetensors"] |= tensors(NORM)
+    directory(tmp_path, files, {EMBED: "b.safetensors", HEAD: "b.safetensors", NORM: "a.safetensors"})
+    with pytest.raises(UsageError, match=r"has .*embed_tokens\.weight in b\.safetensors, it is in a\.safetensors \(1 such\)"):
+        open_hf(tmp_path)
+
+
 def test_a_tensor_that_only_the_index_knows_is_refused(tmp_path: Path) -> None:
     directory(tmp_path, {"a.safetensors": tensors(EMBED)}, {EMBED: "a.safetensors", HEAD: "a.safetensors"})
     with pytest.raises(UsageError, match=r"lists lm_head\.weight, which its file does not hold \(1 such\)"):

@@ -78,24 +78,30 @@ class Dimensions:
         return self.value_heads * self.value_width
 
 
+def check_conversion(dims: Dimensions, parallel: Parallel) -> None:
+    """Refuses a layout that no checkpoint of this model can have been written under.  Raises UsageError."""
+    parallel.chunk_sizes(dims.layers)
+    if parallel.ep > 1 and not dims.experts:
+        raise UsageError(f"--ep {parallel.ep}: this model has no experts to lay out")
+    if dims.experts % parallel.ep:
+        raise UsageError(f"{dims.experts} experts don't divide by --ep {parallel.ep}")
+
+
 def check_sizes(dims: Dimensions, parallel: Parallel) -> None:
     """Refuses sizes that don't divide, before megatron-core does it with an assertion.  Raises UsageError."""
-    parallel.chunk_sizes(dims.layers)
+    check_conversion(dims, parallel)
     for what, size, axis in (
         ("attention heads", dims.heads, "tp"),
         ("vocabulary rows", dims.vocabulary, "tp"),
         ("linear attention key heads", dims.key_heads, "tp"),
         ("MLP rows", dims.dense * (not all(dims.moe)), "tp"),
         ("shared expert rows", dims.shared, "tp"),
-        ("experts", dims.experts, "ep"),
         ("expert rows", dims.routed, "etp"),
     ):
         if size % parallel.size(axis):
             raise UsageError(f"{size} {what} don't divide by --{axis} {parallel.size(axis)}")
     if dims.groups % parallel.tp and parallel.tp % dims.groups:
         raise UsageError(f"{dims.groups} KV heads neither divide by --tp {parallel.tp} nor divide it")
-    if parallel.ep > 1 and not dims.experts:
-        raise UsageError(f"--ep {parallel.ep}: this model has no experts to lay out")
     if parallel.cp > 1:
         raise UsageError("--cp above 1 needs Transformer Engine: megatron-core's own attention asserts it (dot_product_attention.py:58)")
     if parallel.expert_tp > 1 and parallel.ep > 1 and parallel.dispatcher == "alltoall":

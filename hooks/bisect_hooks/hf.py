@@ -52,14 +52,12 @@ class Reference:
         self.taps = family.reference_taps(dims)
         self.derived = family.derived(dims, "reference")
         self.order: torch.Tensor | None = None
-        self.given: dict[str, torch.Tensor] = {}
 
     def put(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Overwrites parameters by their canonical names (a lossy row of the table: both sides then have what it makes)."""
         named = dict(self.model.named_parameters())
         for name, tensor in weights.items():
             named[name].data.copy_(tensor)
-        self.given |= weights
 
     def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """ids, mask [b s] → logits [b s v]"""

@@ -135,6 +135,11 @@ def test_sizes_that_do_not_fit_are_refused_before_any_rank_starts(
     assert said in refused(run_on(REFERENCE, CANDIDATE, *flags), tmp_path / "out", capsys)
 
 
+def test_a_layout_that_no_conversion_can_have_had_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["audit", "--reference", str(REFERENCE), "--candidate", str(CANDIDATE), "--ep", "3"]
+    assert "16 experts don't divide by --ep 3" in refused(asked, tmp_path / "out", capsys)
+
+
 def test_an_out_directory_in_use_is_refused_and_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kept = tmp_path / "out" / "thesis.txt"
     kept.parent.mkdir()

@@ -58,6 +58,29 @@ def test_the_gate_passes_our_own_conversion_and_stops_a_faulty_one(workshop: Wor
     assert (fault["module"], fault["parts"], fault["layers"], fault["class"]) == ("attention", ["qkv"], [3, 7], None)
 
 
+def test_a_run_against_golden_recordings_places_and_proves_what_a_run_against_the_reference_does(
+    workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    faulty = str(workshop.faulty("slime", "one", "A03"))
+    asked = ["run", "--reference", str(REFERENCE), "--candidate", faulty, "--golden", str(GOLDEN), "--stages", "inputs,forward"]
+    assert run([*asked, "--prompts", str(PROMPTS), "--out", str(tmp_path / "out")]) == 1
+    page = page_of(tmp_path / "out")
+    (fault,) = page["faults"]
+    assert (fault["class"], fault["module"], fault["layers"], fault["relation"]["kind"]) == (
+        "conversion",
+        "attention",
+        [3, 7],
+        "permutation",
+    )
+    assert any(note.startswith("the reference was not run") for note in page["stages"][3]["notes"])
+    assert page["provenance"]["golden"] == str(GOLDEN)
+    capsys.readouterr()
+    assert run([*asked, "--prompts", str(GOLDEN / "prompts.jsonl"), "--out", str(tmp_path / "other")]) == 2
+    assert "is of 3 other prompts (78 tokens)" in capsys.readouterr().err
+    assert run([*asked, "--prompts", str(PROMPTS), "--dtype", "bf16", "--out", str(tmp_path / "other")]) == 2
+    assert "is in float32, --dtype asks for bfloat16" in capsys.readouterr().err
+
+
 def test_listening_changes_no_bit_of_either_side() -> None:
     directory = open_hf(REFERENCE)
     family = family_of(directory.config)

@@ -115,3 +115,10 @@ def test_q02_scales_that_were_rounded_beside_codes_that_were_not(reference: str,
     export = exported(tmp_path / "export", in_fp8(shown=power_of_two), config=FP8)
     sides: dict[str, Any] = {"reference": exported(tmp_path / "fp8", in_fp8(), config=FP8)} if reference == "fp8" else {}
     check(audit(tmp_path / "report", "--export", export, **sides), Q02)
+
+
+@pytest.mark.ranks
+def test_flags_that_contradict_the_args_place_the_fault_and_are_told(workshop: Workshop, tmp_path: Path) -> None:
+    found = audit(tmp_path / "report", "--candidate", workshop.faulty("slime", "ep4", "E01"), "--ep", "2")
+    assert [fault["shard"]["ep"] for fault in found.page["faults"]] == [[0, 1]]
+    assert found.stage["notes"][0] == "the flags say that it was converted at ep 2, its args at ep 4: placed by the flags"
