@@ -159,6 +159,8 @@ class Comparison:
     def _not_made_there(self, site: Site, rows: torch.Tensor, before: set[str], found: Free) -> bool:
         """Whether rows can't have come out of their site: what enters agrees, and what follows too; a head is the same for every row."""
         entered = [key for key in found.judged if site_name(key) in before and key in self.candidate]
+        if word(site) == "attention.rope":
+            return False  # a whole segment turned further gives the same attention
         followed = any(str(site) in self.run.sources(parse_site(name), found) for name in found.level)
         return (
             bool(rows.any())
