@@ -47,7 +47,7 @@ class Said:
     absent    keys that could not be put together, with the reason
     """
 
-    tensors: Mapping[str, torch.Tensor]
+    tensors: dict[str, torch.Tensor]
     replicas: Mapping[str, float]
     absent: Mapping[str, str]
 
@@ -229,7 +229,8 @@ class CandidateRun:
 
 
 def _joined(said: Sequence[Said]) -> Said:
-    """What was said of one part after another, as one; a key that is absent from a part is absent."""
+    """What was said of one part after another, as one; a key that is absent from a part is absent.  Takes the parts' tensors out of
+    them, so that everything is held once."""
     absent = {key: why for one in said for key, why in one.absent.items()}
     replicas: dict[str, list[float]] = {}
     for one in said:
@@ -237,7 +238,7 @@ def _joined(said: Sequence[Said]) -> Said:
             replicas.setdefault(key, []).append(difference)
     worst = {key: max(found, key=lambda one: (math.isnan(one), one)) for key, found in replicas.items()}
     kept = [key for key in said[0].tensors if key not in absent]
-    return Said({key: torch.cat([one.tensors[key] for one in said]) for key in kept}, worst, absent)
+    return Said({key: torch.cat([one.tensors.pop(key) for one in said]) for key in kept}, worst, absent)
 
 
 def _same_group(source: Coordinates, at: Coordinates, parallel: Parallel) -> bool:

@@ -119,6 +119,8 @@ def find_checkpoint(path: Path) -> Path:
                     return inner
         raise UsageError(f"{tracker} names {names[0]}, which has no .metadata and no mp_rank_*", hint="is the checkpoint complete?")
     seen = ", ".join(sorted(entry.name for entry in path.iterdir())[:6]) or "nothing"
+    if (path / "config.json").is_file():
+        seen += ": a Hugging Face directory, which goes to --reference or --export"
     raise UsageError(
         f"{path} is no Megatron checkpoint: no .metadata (torch_dist), no mp_rank_* (legacy) and no {TRACKER} in it",
         hint=f"it holds {seen}",

@@ -120,7 +120,8 @@ def main_dtype(directory: HuggingFaceDirectory) -> torch.dtype:
 def check_empty(out: Path) -> None:
     """Raises UsageError for a directory that holds something."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"--out {out} is not empty", hint="give an empty or new directory")
+        what = "is not empty" if out.is_dir() else "is a file"
+        raise UsageError(f"--out {out} {what}", hint="give an empty or new directory")
 
 
 class whole:  # noqa: N801 - reads as a word: `with whole(out) as partial`

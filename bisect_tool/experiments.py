@@ -22,10 +22,10 @@ from bisect_tool.audit import Auditor
 from bisect_tool.config_check import Mismatch, config_relation, explanation
 from bisect_tool.faults import Finding, Proof, Relation
 from bisect_tool.flow import site_name, word
-from bisect_tool.forward import Bench, Located, Pass
+from bisect_tool.forward import Bench, Located, Pass, handed_to
 from bisect_tool.judge import Verdict
 from bisect_tool.recording import in_order
-from bisect_tool.reference import tolerance_of
+from bisect_tool.reference import base_grafts, tolerance_of
 
 # computations whose numbers come straight from a tensor of another part
 WEIGHTS_OF = {"linear_attention.decay": ("linear_attention.a_log", "linear_attention.dt_bias"), "attention_gate": ("attention.qkv",)}
@@ -60,7 +60,10 @@ class Lab:
 
     def _reference(self, findings: Mapping[Site, Finding]) -> dict[Site, Finding]:
         """Which side follows the formula?  A candidate that does while the reference does not is cleared."""
-        self.opinions = {site: one for site in findings if (one := self._opinion(self.located.sites[site].key)) is not None}
+        if self.arbiter is None:
+            return {}
+        opinion = self._opinion(self.arbiter)
+        self.opinions = {site: one for site in findings if (one := opinion(self.located.sites[site].key)) is not None}
         sides = [one.sides_with for one in self.opinions.values()]
         shown = ", ".join(f"{which} {sides.count(which)}" for which in ("reference", "candidate", "both", "neither") if which in sides)
         without = len(findings) - len(sides)
@@ -72,7 +75,7 @@ class Lab:
         for site, one in self.opinions.items():
             if one.sides_with == "candidate":
                 before, after = one.off
-                neighbour = self._opinion(controls[site])
+                neighbour = opinion(controls[site])
                 kept = f"{neighbour.off[0]:.2g} and {neighbour.off[1]:.2g}" if neighbour else "it has none"
                 proof = Proof(
                     f"compute {self.located.sites[site].key} by its formula in float64 from each side's own inputs; the reference is off, the candidate is not",
@@ -81,23 +84,27 @@ class Lab:
                 decided[site] = replace(findings[site], cls="reference", proof=proof)
         return decided
 
-    def _opinion(self, key: str) -> Opinion | None:
-        """What the formula of a key says of the two sides of the first pass, each on its own inputs."""
-        result, recording = self.located.first, self.bench.recording
-        said, handed = result.said, result.handed
-        assert said is not None and handed is not None
-        output = said.tensors[key] if key in said.tensors else result.values[key][1] if key in result.values else None
-        if self.arbiter is None or key not in recording or output is None or (self.bench.run.batch.left and ".rope:" in key):
-            return None  # a formula counts positions from the first token
-        segments, dtype = recording.batch.lengths, self.bench.run.dtype
-        try:
-            return self.arbiter.opinion(
-                key, segments, tolerance_of(recording, key), dtype,
-                (recording.__getitem__, recording[key]),
-                (lambda one: recording[one] if one.endswith(":rows") else handed(one), output),
-            )  # fmt: skip
-        except BisectError:
-            return None  # a side has no such inputs
+    def _opinion(self, arbiter: Arbiter) -> Callable[[str], Opinion | None]:
+        """What the formula of a key says of the two sides of a grafted run, each on its own inputs."""
+        recording, run, first = self.bench.recording, self.bench.run, self.located.first
+        grafts = base_grafts(self.bench.dims)
+        said = run.record((recording.path, grafts))
+        handed = handed_to(said, set(grafts), recording)
+
+        def opinion(key: str) -> Opinion | None:
+            output = said.tensors[key] if key in said.tensors else first.values[key][1] if key in first.values else None
+            if key not in recording or output is None or (run.batch.left and ".rope:" in key):
+                return None  # a formula counts positions from the first token
+            try:
+                return arbiter.opinion(
+                    key, recording.batch.lengths, tolerance_of(recording, key), run.dtype,
+                    (recording.__getitem__, recording[key]),
+                    (lambda one: recording[one] if one.endswith(":rows") else handed(one), output),
+                )  # fmt: skip
+            except BisectError:
+                return None  # a side has no such inputs
+
+        return opinion
 
     def _with_opinion(self, site: Site, finding: Finding) -> Finding:
         """What the formula said goes with every drift that no relation explains."""

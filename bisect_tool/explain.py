@@ -76,7 +76,10 @@ def _permutation(_detail: Mapping[str, Any], first: Finding) -> tuple[str, str]:
     if first.site.module == "experts":
         return "they are the reference's experts in another order", AGAIN
     if first.site.module in ("attention", "attention_gate"):
-        return "its rows are the reference's in another order", AGAIN + ": queries and gates of a KV group are packed apart in Megatron"
+        return (
+            "its rows are the reference's in another order",
+            AGAIN + ": Megatron packs group by group the queries of a KV group, then their gates, then its k and v",
+        )
     return "its rows are the reference's in another order", AGAIN
 
 

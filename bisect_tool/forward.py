@@ -67,14 +67,17 @@ class Judged:
 
 @dataclass(slots=True)
 class Pass:
-    """One grafted run, judged.  `values` are the pairs that were judged, for whoever wants to look closer."""
+    """One grafted run, judged.
+
+    values    the pairs that differ, for whoever wants to look closer
+    replicas  keys whose replicas were not bit-equal, with the largest absolute difference
+    """
 
     judged: dict[str, Judged] = field(default_factory=dict)
     values: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     experts: dict[str, list[int]] = field(default_factory=dict)
-    said: Said | None = None
+    replicas: Mapping[str, float] = field(default_factory=dict)
     flips: dict[str, torch.Tensor] = field(default_factory=dict)
-    handed: Callable[[str], torch.Tensor] | None = None
 
     def differing(self, known: Iterable[Site] = ()) -> set[str]:
         """Names of the sites that differ.  Where q, k or v rows of a packed linear_qkv are known to be wrong, its gate rows are
@@ -117,8 +120,8 @@ class Bench:
         grafts = [*(base_grafts(self.dims) if base else [f"layers.{n}.input" for n in range(self.dims.layers)]), *cures]
         said = self.run.record((self.recording.path, grafts))
         probes = self.run.probe(probe_inputs(self.recording, self.dims))
-        result = Pass(said=said)
-        handed = result.handed = _handed(said, set(grafts), self.recording)
+        result = Pass(replicas=said.replicas)
+        handed = handed_to(said, set(grafts), self.recording)
         for key in expected_keys(self.recording, self.run.fused):
             result.judged[key] = self._judge(key, said, handed, probes, result)
         return result
@@ -148,8 +151,10 @@ class Bench:
             difference = measure(reference, candidate)
         except BisectError as error:
             return Judged(key, Verdict.INCOMPARABLE, None, tolerance, error.message)
-        result.values[key] = (reference, candidate)
-        return judged(key, reference, candidate, difference, tolerance)
+        one = judged(key, reference, candidate, difference, tolerance)
+        if one.verdict is Verdict.DIFFERS:
+            result.values[key] = (reference, candidate)
+        return one
 
     def _routed_alike(self, topk: str, handed: Callable[[str], torch.Tensor]) -> torch.Tensor:
         """Tokens whose experts both sides chose alike: elsewhere their sums are of other experts.  All tokens where there is none."""
@@ -177,7 +182,6 @@ class Bench:
         if key not in probes:
             return Judged(key, Verdict.INCOMPARABLE, None, tolerance, "the candidate has no such experts")
         reference, candidate = self.recording[key].float(), probes[key].tensor.float()  # type: ignore[attr-defined]
-        result.values[key] = (reference, candidate)
         if reference.shape != candidate.shape:
             return Judged(
                 key,
@@ -292,7 +296,7 @@ def expected_keys(recording: Recording, fused: Collection[str] = ()) -> list[str
     return in_order([key for key in keys if site_name(key) not in fused])
 
 
-def _handed(said: Said, grafted: set[str], recording: Recording) -> Callable[[str], torch.Tensor]:
+def handed_to(said: Said, grafted: set[str], recording: Recording) -> Callable[[str], torch.Tensor]:
     """What the candidate's next module got: the graft where one is in place, else the candidate's own value."""
 
     def value(key: str) -> torch.Tensor:
@@ -410,4 +414,4 @@ def _shape(bench: Bench, located: Located, one: Judged) -> dict[str, Any] | None
     return None if found.kind in ("everywhere", "scattered") else found.to_json()
 
 
-__all__ = ["Bench", "Judged", "Located", "Pass", "expected_keys", "of_spec", "shows_at", "to_finding"]
+__all__ = ["Bench", "Judged", "Located", "Pass", "expected_keys", "handed_to", "of_spec", "shows_at", "to_finding"]

@@ -165,10 +165,8 @@ def flips(bench: Bench, located: Located, free: Said) -> list[str]:
 
 def replicas(bench: Bench, located: Located) -> dict[Site, Finding]:
     """Ranks that should hold the same and do not, beyond noise: what is compared can't be trusted there."""
-    said = located.first.said
-    assert said is not None
     found: dict[Site, Finding] = {}
-    for key, relative in said.replicas.items():
+    for key, relative in located.first.replicas.items():
         tolerance = tolerance_of(bench.recording, key)
         site = parse_site(split_key(key)[0])
         if not relative <= tolerance.relative_rms and site not in located.sites and site.module != "input":

@@ -153,7 +153,9 @@ def read_config(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         raise UsageError(f"{path} is not a directory", hint="give the Hugging Face directory, the one with config.json")
     if not file.is_file():
-        raise UsageError(f"{path} has no config.json", hint="give the Hugging Face directory, not a file in it or its parent")
+        raise UsageError(
+            f"{path} has no config.json", hint=_instead(path) or "give the Hugging Face directory, not a file in it or its parent"
+        )
     try:
         found = json.loads(file.read_text())
     except ValueError as error:
@@ -161,6 +163,19 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise UsageError(f"{file} holds a {type(found).__name__}, not a table")
     return found
+
+
+def _instead(path: Path) -> str:
+    """What a directory without config.json or safetensors holds in their place, and what to do about it; "" when nothing known."""
+    if any((path / name).exists() for name in (".metadata", "latest_checkpointed_iteration.txt")) or any(path.glob("mp_rank_*")):
+        return "it is a Megatron checkpoint: are --reference and --candidate exchanged?"
+    for suffix, do in (
+        (".gguf", "let transformers read it (from_pretrained with gguf_file) and save a plain model, as docs/real-weights.md does"),
+        (".bin", "save it as safetensors (transformers: from_pretrained, then save_pretrained)"),
+    ):
+        for file in sorted(path.glob(f"*{suffix}")):
+            return f"it holds {file.name}: {do}"
+    return ""
 
 
 def open_hf(path: Path) -> HuggingFaceDirectory:
@@ -171,7 +186,7 @@ def open_hf(path: Path) -> HuggingFaceDirectory:
     weight_map = _read_index(path, index) if index.is_file() else None
     paths = here if weight_map is None else {path / file for file in weight_map.values()}
     if not paths:
-        raise UsageError(f"{path} has no *.safetensors files")
+        raise UsageError(f"{path} has no *.safetensors files", hint=_instead(path) or "config.json alone says nothing of weights")
     stored: dict[str, Stored] = {}
     for file in sorted(paths):
         if not file.is_file():

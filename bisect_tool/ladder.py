@@ -172,6 +172,9 @@ def climb(job: Job) -> Report:
             job.args  # noqa: B018
     forward = job.prompts is not None and job.candidate_path is not None
     if "forward" in job.stages and forward:
+        check_device(job.device)
+        if job.patch is not None and not job.patch.is_file():
+            raise UsageError(f"--candidate-patch {job.patch}: no such file", hint="bisect-tool plant writes a patch.py into its copy")
         job.candidate_run()  # refuses sizes that don't fit before any rank is started
         if job.spec is not None:
             WORLDS.get(job.parallel.world, job.device).call("import_spec", spec=job.spec)
@@ -199,6 +202,19 @@ def climb(job: Job) -> Report:
                 steps[name](job, result, answers)
             results.append(result)
     return Report(results, provenance(job), answers, job.strict)
+
+
+def check_device(name: str) -> None:
+    """Raises UsageError for a device that torch does not know, or that this machine or this build of torch has not."""
+    try:
+        kind = torch.device(name).type
+    except RuntimeError as error:
+        raise UsageError(f"--device {name} is none that torch knows", hint="give cpu, cuda or npu") from error
+    here = getattr(getattr(torch, kind, None), "is_available", lambda: False)()
+    if kind != "cpu" and not here:
+        raise UsageError(
+            f"--device {name}: torch {torch.__version__} finds no {kind} here", hint="leave --device out to compute on the CPU"
+        )
 
 
 @contextmanager

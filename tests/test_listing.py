@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+import tiny
+from bisect_hooks.family import LAYOUTS, CheckpointLayout
 from bisect_hooks.site import Site
 from bisect_hooks.tap import Tap
+from workshop import Workshop
 
 from bisect_tool.__main__ import run
 from bisect_tool.golden import folder
@@ -65,6 +69,23 @@ def test_every_tap_of_the_embedded_model_fires_on_both_sides(capsys: pytest.Capt
         "transformers output of lm_head 'b s v' fired",
         "megatron-core output of output_layer 's b v[tp]' fired",
     ]
+
+
+@pytest.mark.ranks
+@pytest.mark.wide
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", tiny.CONFIGS)
+def test_every_tap_of_a_family_fires(
+    family: str, layout: CheckpointLayout, workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reference = tiny.make(family, tmp_path / "reference")
+    candidate = Workshop(tmp_path, reference).good(layout, "one")
+    found = listed(capsys, "--reference", str(reference), "--candidate", str(candidate), "--fire")
+    for summary, side in zip(found[""], ("transformers", "megatron-core"), strict=True):
+        fired, of = re.fullmatch(rf"{side}: (\d+) of (\d+) taps fired once", summary).groups()  # type: ignore[union-attr]
+        assert fired == of != "0"
+    places = [one for key, lines in found.items() if key for one in lines if one[-1] != "-" and " derived by " not in one]
+    assert {one.rpartition(" ")[2] for one in places} == {"fired"}
 
 
 def test_what_did_not_fire_once_is_said_by_name() -> None:

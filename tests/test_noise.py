@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from bisect_tool.measure import measure
 from bisect_tool.noise import Noise, estimate, weigh
 
 EPS = 2.0**-9
@@ -40,6 +41,20 @@ def worst(values: torch.Tensor, candidate: torch.Tensor, noise: Noise) -> tuple[
 def test_noise_is_no_fault(tokens: int, seed: int) -> None:
     values = site(seed, tokens)
     assert worst(values, again(values, 1000 + seed), noise_of(values))[0] < 1
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_of_one_token_whose_heads_are_not_alike_in_size_noise_is_no_fault(seed: int) -> None:
+    """Noise goes with a head, not with a channel, and two of four re-evaluations change no bit where there is but one token."""
+    generator = torch.Generator().manual_seed(seed)
+    loud = torch.logspace(0, -3, 8).repeat_interleave(24)
+    values = loud * torch.randn(1, len(loud), generator=generator)
+
+    def noise() -> torch.Tensor:
+        return EPS * loud * torch.randn(1, len(loud), generator=generator) * (torch.rand(1, len(loud), generator=generator) < 0.6)
+
+    found = estimate(values, [torch.zeros_like(values), torch.zeros_like(values), noise(), noise()], EPS / 4)
+    assert worst(values, values + noise(), found)[0] < 1
 
 
 def change(rows: slice | int, columns: slice | int, factor: float) -> Edit:
@@ -98,3 +113,21 @@ def test_where_every_evaluation_is_the_same_half_a_unit_in_the_last_place_is_lef
     noise = estimate(values, [torch.zeros(4, 6)], EPS)
     assert worst(values, values * (1 + EPS), noise)[0] < 1
     assert worst(values, values * (1 + 100 * EPS), noise)[0] > 1
+
+
+def test_noise_by_blocks_of_rows_is_the_noise_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = site(3)
+    deltas = [again(values, 100 + i) - values for i in range(4)]
+    deltas[1][5:9] = torch.nan  # rows that can't be compared
+    candidate = again(values, 1000)
+    whole, far, size = estimate(values, deltas, EPS), weigh(values, candidate, noise_of(values)), measure(values, candidate)
+    monkeypatch.setattr("bisect_tool.measure.BLOCK", 7 * CHANNELS)
+    blocks = estimate(values, deltas, EPS)
+    for one, other in ((whole.rows, blocks.rows), (whole.columns, blocks.columns)):
+        torch.testing.assert_close(one, other)
+    assert (blocks.row, blocks.column) == pytest.approx((whole.row, whole.column))
+    for extreme, same in zip(far, weigh(values, candidate, noise_of(values)), strict=True):
+        assert (same.kind, same.index) == (extreme.kind, extreme.index) and same.size == pytest.approx(extreme.size)
+    again_measured = measure(values, candidate)
+    assert again_measured.relative_rms == pytest.approx(size.relative_rms)
+    assert (again_measured.index, again_measured.largest, again_measured.compared) == (size.index, size.largest, size.compared)

@@ -20,6 +20,7 @@ from bisect_tool.sides import InMemory
 FC1 = "decoder.layers.{}.mlp.experts.experts.linear_fc1.weight"
 PROJ = "decoder.layers.{}.self_attention.linear_proj.weight"
 QKV = "decoder.layers.{}.self_attention.linear_qkv.weight"
+BIAS = "decoder.layers.{}.self_attention.linear_qkv.bias"
 NORM = "decoder.layers.{}.pre_mlp_layernorm.weight"
 HEAD, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 EXPERTS, ROWS = 16, 12
@@ -36,6 +37,8 @@ def model(layers: int = 3) -> dict[str, torch.Tensor]:
     for n in range(layers):
         made |= {FC1.format(n): random(EXPERTS, 6, 4), PROJ.format(n): random(ROWS, ROWS), QKV.format(n): random(ROWS, ROWS)}
         made |= {NORM.format(n): torch.ones(ROWS, dtype=torch.bfloat16)}
+        # numbers repeat in a vector: no single one of these tells where it was
+        made |= {BIAS.format(n): random(ROWS // 2).repeat_interleave(2)}
     return made
 
 
@@ -86,6 +89,11 @@ PLANTED: dict[str, Planted] = {
         PROJ.format(0),
         lambda made: made[PROJ.format(0)].flip(0),
         Relation("permutation", {"axis": 0, "unit": 1, "map": list(range(ROWS))[::-1]}),
+    ),
+    "permutation of a vector's rows": (
+        BIAS.format(1),
+        lambda made: made[BIAS.format(1)].reshape(3, 4)[[2, 0, 1]].flatten(),
+        Relation("permutation", {"axis": 0, "unit": 4, "map": [2, 0, 1]}),
     ),
     "halves of rows swapped": (PROJ.format(2), lambda made: made[PROJ.format(2)].roll(6, 0), Relation("halves-swapped", {"axis": 0})),
     "halves of columns swapped": (PROJ.format(2), lambda made: made[PROJ.format(2)].roll(6, 1), Relation("halves-swapped", {"axis": 1})),

@@ -193,10 +193,12 @@ class Tokenizer:
     def ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
             return [int(token) for token in self.tokenizer(prompt)["input_ids"]]
+        if not self.tokenizer.chat_template:
+            raise UsageError("messages need a chat template, and this tokenizer has none", hint="give prompts as text or input_ids")
         try:
             text = self.tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
         except Exception as error:
-            raise UsageError(f"messages need a chat template: {first_line(error)}") from error
+            raise UsageError(f"the chat template does not take these messages: {first_line(error)}") from error
         return [int(token) for token in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
 
     def plain(self, text: str) -> list[int]:

@@ -28,7 +28,7 @@ def import_spec(spec: Spec) -> Any:
     module, name = spec
     try:
         return getattr(import_module(module), name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UsageError(f"--spec {module} {name} can't be imported: {type(error).__name__}: {first_line(error)}") from error
 
 
@@ -40,7 +40,8 @@ def layers_by(spec: Spec, args: Mapping[str, Any], config: Any, layers: int, vp_
     if callable(found) and not _is_spec(found):
         found = _called(said, found, {"args": Namespace(**args), "config": config, "vp_stage": vp_stage})
     if not _is_spec(found):
-        raise UsageError(f"{said} gives a {type(found).__name__}, neither a ModuleSpec nor TransformerBlockSubmodules")
+        what = "None" if found is None else f"a value of type {type(found).__name__}"
+        raise UsageError(f"{said} gives {what}, neither a ModuleSpec nor TransformerBlockSubmodules")
     each = getattr(found, "layer_specs", None)
     if each is not None and len(each) != layers:
         raise UsageError(f"{said} gives {len(each)} layers where this rank has {layers}")
@@ -58,7 +59,7 @@ def _called(said: str, function: Callable[..., Any], offered: Mapping[str, Any])
         raise UsageError(f"{said} asks for {', '.join(unknown)}", hint=CALLED)
     try:
         return function(**{one.name: offered[one.name] for one in asked if one.name in offered})
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UsageError(f"{said} fails: {type(error).__name__}: {first_line(error)}") from error
 
 

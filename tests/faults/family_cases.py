@@ -122,7 +122,7 @@ def cases_of(t: Traits) -> list[Case]:
         if t.moe:
             add("E01", "ep2", lambda _, of=of: conversion(t.moe, "experts", ["fc1", "fc2"], "duplicate", of=of, ep=[1]), flags=flags)  # type: ignore[misc]
         if t.qkv_bias:
-            add("A05", "one", lambda _, of=of: conversion(t.full, "attention", ["qkv"], "unknown", of=of), flags=flags)  # type: ignore[misc]
+            add("A05", "one", lambda _, of=of: conversion(t.full, "attention", ["qkv"], "permutation", of=of), flags=flags)  # type: ignore[misc]
         if t.expert_bias:
             add("T04", "one", lambda _, of=of: conversion(t.moe, "router", ["expert_bias"], "zero", of=of), flags=flags)  # type: ignore[misc]
             add("T03", "one", lambda _, of=of: conversion(t.moe, "router", ["expert_bias"], "rounded", of=of), minor=True, flags=flags)  # type: ignore[misc]

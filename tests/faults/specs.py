@@ -15,6 +15,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 # a spec that is no function: Megatron takes it as it is
 PLAIN = get_gpt_layer_local_spec(normalization="RMSNorm")
@@ -64,6 +65,29 @@ def fused(config: TransformerConfig) -> ModuleSpec:
 
 def broken(config: TransformerConfig) -> ModuleSpec:
     raise ValueError("this spec needs an attention backend\nand a second line")
+
+
+def leaves(config: TransformerConfig) -> ModuleSpec:
+    raise SystemExit("no kernels here")
+
+
+def nothing_said(config: TransformerConfig) -> None:
+    """Someone forgot to return what he made."""
+    local(config)
+
+
+class NormedBehind(TransformerLayer):  # type: ignore[misc]
+    """A layer with one norm more."""
+
+    def __init__(self, config: TransformerConfig, *more: Any, **named: Any) -> None:
+        super().__init__(config, *more, **named)
+        self.post_norm = torch.nn.RMSNorm(config.hidden_size)
+
+
+def normed_behind(config: TransformerConfig) -> ModuleSpec:
+    spec = deepcopy(local(config))
+    spec.module = NormedBehind
+    return spec
 
 
 def of_another_kind(model: str, config: TransformerConfig) -> ModuleSpec:

@@ -59,9 +59,19 @@ def set_config(reference: Path, **values: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
-def empty(directory: Path) -> None:
+def empty(directory: Path) -> Path:
     shutil.rmtree(directory)
     directory.mkdir()
+    return directory
+
+
+def only(directory: Path, *names: str) -> None:
+    """Leaves the named files alone in a directory, and makes those that are not there."""
+    for file in directory.iterdir():
+        if file.name not in names:
+            file.unlink()
+    for name in names:
+        (directory / name).touch()
 
 
 def no_tokenizer(reference: Path) -> None:
@@ -69,7 +79,7 @@ def no_tokenizer(reference: Path) -> None:
         file.unlink()
 
 
-DAMAGE: dict[str, tuple[Callable[[Path, Path], None], str]] = {
+DAMAGE: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     "a directory that is no checkpoint": (
         lambda _, candidate: shutil.rmtree(candidate / "release"),
         "names release, which has no .metadata",
@@ -85,6 +95,20 @@ DAMAGE: dict[str, tuple[Callable[[Path, Path], None], str]] = {
     "no tokenizer": (lambda reference, _: no_tokenizer(reference), "has no tokenizer"),
     "an unknown family": (lambda reference, _: set_config(reference, model_type="gpt5"), "known: "),
     "no config.json": (lambda reference, _: (reference / "config.json").unlink(), "has no config.json"),
+    "a GGUF": (lambda reference, _: only(reference, "model.gguf"), "it holds model.gguf: let transformers read it"),
+    "weights that are no safetensors": (
+        lambda reference, _: only(reference, "pytorch_model.bin", "config.json"),
+        "has no *.safetensors files; it holds pytorch_model.bin: save it as safetensors",
+    ),
+    "nothing but config.json": (lambda reference, _: only(reference, "config.json"), "config.json alone says nothing of weights"),
+    "a checkpoint for the reference": (
+        lambda reference, candidate: shutil.copytree(candidate, empty(reference), dirs_exist_ok=True),
+        "it is a Megatron checkpoint: are --reference and --candidate exchanged?",
+    ),
+    "a reference for the checkpoint": (
+        lambda reference, candidate: shutil.copytree(reference, empty(candidate), dirs_exist_ok=True),
+        "a Hugging Face directory, which goes to --reference or --export",
+    ),
 }
 
 
@@ -104,8 +128,9 @@ def test_damaged_directories_are_refused(what: str, copies: Copies, tmp_path: Pa
         (json.dumps({"input_ids": [5] * 513}), "513 tokens, the model 512 positions"),
         (json.dumps({"question": "1+1="}), "none of input_ids, prompt, text, messages"),
         ("{", "line 1 is not JSON"),
+        (json.dumps({"messages": [{"role": "user", "content": "1+1="}]}), "messages need a chat template, and this tokenizer has none"),
     ],
-    ids=["empty", "id out of range", "negative id", "too long", "unknown field", "not JSON"],
+    ids=["empty", "id out of range", "negative id", "too long", "unknown field", "not JSON", "messages without a template"],
 )
 def test_bad_prompts_are_refused(text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = tmp_path / "prompts.jsonl"
@@ -125,6 +150,9 @@ def test_bad_prompts_are_refused(text: str, said: str, tmp_path: Path, capsys: p
         (["--vpp", "3", "--pp", "2"], "8 layers don't divide by --pp 2 x --vpp 3"),
         (["--tp", "2", "--ep", "2"], "does not run with the alltoall dispatcher"),
         (["--sp"], "--sp needs --tp"),
+        (["--candidate-patch", "nowhere.py"], "--candidate-patch nowhere.py: no such file"),
+        (["--device", "gpu"], "--device gpu is none that torch knows; give cpu, cuda or npu"),
+        (["--device", "vulkan"], "finds no vulkan here; leave --device out"),
         (["--stages", "weigths"], "unknown stage weigths"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

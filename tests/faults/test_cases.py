@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import slime_cases as packed
 from slime_cases import REFERENCE, SUMS
-from workshop import verdict_of
+from workshop import Workshop, judge, verdict_of
 
 from bisect_tool.__main__ import run
 
@@ -124,6 +124,66 @@ def test_the_wrong_one_is_repaired_and_beside_the_right_one_its_conversion_is_wh
     assert not any("layers:" in note or "experts:" in note for note in notes)  # the same model
     code, page = audited(cases, tmp_path / "again", "--candidate", str(mended))
     assert (code, page["faults"], len(page["minor"])) == (0, [], 1)
+
+
+# the model adds: 12+34= and 25+36= in its own tokens, and a longer line of sums
+SUMS_ASKED = ([1, 2, 10, 3, 4, 11], [2, 5, 10, 3, 6, 11], [13, 6, 0, 10, 4, 1, 11, 1, 0, 1, 12, 9, 9, 10, 9, 9, 11])
+WRONG_ANSWERS = [
+    {"prompt": "1 2 10 3 4 11", "reference": "0 4 6 12 0 6 0 12", "candidate": "0 4 5 12 1 5 3 12"},
+    {"prompt": "2 5 10 3 6 11", "reference": "0 6 1 12 12 1 1 1", "candidate": "0 7 1 12 12 9 12 4"},
+]
+
+
+@pytest.fixture
+def sums(tmp_path: Path) -> Path:
+    file = tmp_path / "sums.jsonl"
+    file.write_text("".join(json.dumps({"input_ids": ids}) + "\n" for ids in SUMS_ASKED))
+    return file
+
+
+def by_activations(under: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a run finds without the weights stage: E01, placed by how it is run now, and the decay, whose tokens say dt_bias (rule 7)."""
+    shard = {"ep": [1, 2, 3]} if under == "ep4" else {}
+    return duplicated("run", PAIR, {}, **shard), rounded("run", PAIR) | {"parts": ["dt_bias"]}
+
+
+@pytest.mark.ranks
+@pytest.mark.wide
+@pytest.mark.parametrize("under", ["one", "ep4"])
+@pytest.mark.parametrize(("name", "shard"), [("slime-0.2.4-ep1", {}), ("slime-fixed-ep4", {"pp": [0, 1]})])
+def test_the_right_conversions_agree_through_weights_and_forward(
+    name: str, shard: dict[str, list[int]], under: str, cases: dict[str, Path], sums: Path, workshop: Workshop, tmp_path: Path
+) -> None:
+    code, page = judge(cases[name], tmp_path / "out", under, reference=cases[REFERENCE], prompts=sums)
+    assert (code, page["faults"], page["answers"]) == (0, [], [])
+    assert [stage["verdict"] for stage in page["stages"]] == ["agrees"] * 4 + [None]
+    assert [verdict(fault) for fault in page["minor"]] == [rounded("conversion", PAIR, **shard)]
+    assert page["stages"][3]["compared"]["sites"] == 163
+
+
+STAGE_ALONE = {
+    "weights": ("one", [None, None, "differs", None, None]),
+    "forward": ("one", [None, None, None, "differs", None]),
+    "inputs,forward": ("ep4", ["agrees", None, None, "differs", None]),
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("stages", [pytest.param(one, marks=pytest.mark.wide if "," in one else ()) for one in STAGE_ALONE])
+def test_each_stage_alone_finds_the_wrong_conversion(
+    stages: str, cases: dict[str, Path], sums: Path, workshop: Workshop, tmp_path: Path
+) -> None:
+    under, verdicts = STAGE_ALONE[stages]
+    wrong = cases["slime-0.2.4-ep4"]
+    code, page = judge(wrong, tmp_path / "out", under, "--stages", stages, reference=cases[REFERENCE], prompts=sums)
+    by_weights = (duplicated("conversion", PAIR, {}, pp=[0, 1], ep=[1, 2, 3]), rounded("conversion", PAIR, pp=[0, 1]))
+    found, minor = by_weights if stages == "weights" else by_activations(under)
+    assert code == 1
+    assert [verdict(fault) for fault in page["faults"]] == [found]
+    assert [verdict(fault) for fault in page["minor"]] == [minor]
+    assert [stage["verdict"] for stage in page["stages"]] == verdicts
+    assert page["answers"] == ([] if stages == "weights" else WRONG_ANSWERS)
+    assert page["first"]["proof"]["after"] == 0 < page["first"]["proof"]["before"]
 
 
 def test_what_is_packed_is_what_the_converter_wrote() -> None:

@@ -110,7 +110,14 @@ def test_norms_inside_linears_read_a_checkpoint_that_has_them_apart(llama: Works
             ("specs", "of_another_kind"),
             "Error: --spec specs of_another_kind asks for model; Megatron calls (config) or (config, vp_stage), slime (args, config, vp_stage)",
         ),
-        (("specs", "torch"), "Error: --spec specs torch gives a module, neither a ModuleSpec nor TransformerBlockSubmodules"),
+        (("specs", "leaves"), "Error: --spec specs leaves fails: SystemExit: no kernels here"),
+        (("specs", "nothing_said"), "Error: --spec specs nothing_said gives None, neither a ModuleSpec nor TransformerBlockSubmodules"),
+        (
+            ("specs", "normed_behind"),
+            "Error: --spec specs normed_behind builds decoder.layers.*.post_norm.weight (4 tensors), which the table of llama does not know; "
+            "a model with other modules is a family of its own (docs/add-a-family.md)",
+        ),
+        (("specs", "torch"), "Error: --spec specs torch gives a value of type module, neither a ModuleSpec nor TransformerBlockSubmodules"),
     ],
     ids=lambda one: one[1] if isinstance(one, tuple) else "",
 )
