@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test unit drill check lint types golden train gate bench real real-package calibrate scoreboard scoreboard-rivals scoreboard-short bench-audit drill-397b drill-kill clean
+.PHONY: help install run test unit drill check lint types golden train gate bench real real-package calibrate scoreboard scoreboard-rivals scoreboard-short versions bench-audit drill-397b drill-kill clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -30,6 +30,9 @@ unit: install  ## tests that start no ranks
 
 drill: install  ## planted faults in every layout and every family, and nothing else; writes docs/drill.md
 	$(BIN)/python -m pytest -m "ranks or wide" -n 2 --dist loadgroup --drill-table docs/drill.md
+
+versions: install  ## other transformers and megatron-core, each in a venv under .versions/: docs/versions.md (needs python3.12; 4 GB, half an hour)
+	$(BIN)/python tests/versions.py
 
 check: lint types test  ## what CI runs: lint, types, tests
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import difflib
-import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from bisect_hooks.errors import UsageError
-from bisect_hooks.family import CheckpointLayout, Dimensions, Family, check_sizes, family_of
+from bisect_hooks.errors import UsageError, by_kind
+from bisect_hooks.family import CheckpointLayout, Dimensions, Family, check_sizes
 from bisect_hooks.parallel import Parallel
 from bisect_hooks.table import check_total
 
@@ -22,6 +21,7 @@ from bisect_tool.checkpoint import TRACKER
 from bisect_tool.hf_directory import HuggingFaceDirectory, open_hf
 from bisect_tool.ranks import WORLDS
 from bisect_tool.rewrite import without_path
+from bisect_tool.unknown import family_in
 
 RELEASE = "release"
 
@@ -44,7 +44,7 @@ class Converted:
 def convert(reference: Path, out: Path, layout: CheckpointLayout, parallel: Parallel, mtp: bool | None) -> Converted:
     """Raises UsageError, before anything is written, for a tensor on either side that the table does not mention."""
     directory = open_hf(reference)
-    family = family_of(directory.config)
+    family = family_in(directory)
     dims = family.reference_dimensions(directory.config)
     has_mtp = bool(family.mtp_tensors(directory.names, dims))
     if mtp and not has_mtp:
@@ -99,14 +99,6 @@ def check_table(family: Family, dims: Dimensions, directory: HuggingFaceDirector
         if not shapes[0]:
             raise UsageError(f"{directory.on_disk(rule.references[0])} is a scalar")
     return left_out
-
-
-def by_kind(names: Sequence[str]) -> list[str]:
-    """Tensor names, those that differ by a number of a layer or an expert said once with their count."""
-    kinds: dict[str, list[str]] = {}
-    for name in names:
-        kinds.setdefault(re.sub(r"\.\d+\.", ".*.", name), []).append(name)
-    return [found[0] if len(found) == 1 else f"{kind} ({len(found)} tensors)" for kind, found in kinds.items()]
 
 
 def main_dtype(directory: HuggingFaceDirectory) -> torch.dtype:

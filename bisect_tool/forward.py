@@ -13,13 +13,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from bisect_hooks.errors import BisectError
+from bisect_hooks.errors import BisectError, by_kind
 from bisect_hooks.family import Dimensions, Routing
 from bisect_hooks.site import Site, parse_site
 from bisect_hooks.tap import split_key
 
 from bisect_tool.candidate import CandidateRun, Said
-from bisect_tool.conversion import by_kind
 from bisect_tool.cuts import token_cut
 from bisect_tool.faults import Finding
 from bisect_tool.flow import CURED_AT, in_place, site_name, upstream, word

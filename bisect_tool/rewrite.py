@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from bisect_tool.pickles import Inert, load_pickle, load_torch
 from bisect_tool.places import Piece, Stored
+from bisect_tool.torch_dist import COMMON
 
 # where tensors go that had no place yet
 ADDED = "__added_0.distcp"
@@ -71,7 +72,7 @@ class Rewriting:
 
     def _metadata(self) -> None:
         file = self.root / ".metadata"
-        found = load_pickle(file)
+        found = _metadata_of(file)
         described, storage = dict(found.state_dict_metadata), dict(found.storage_data)
         for key in self.dropped:
             described.pop(key, None)
@@ -91,24 +92,40 @@ class Rewriting:
             described[key] = TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), tensor.shape, [chunk])
             storage[MetadataIndex(key, zeros)] = _StorageInfo(ADDED, start, length)
         names = {*self.dropped, *self.renamed}
-        planned = getattr(found, "planner_data", None)
-        kept = {key: value for key, value in planned.items() if key not in names} if isinstance(planned, dict) else None
-        if isinstance(found, Inert):  # written by a framework's own subclass, which is not here to be written again
-            found = Metadata(described, kept, storage, StorageMeta())
-        else:
-            found.state_dict_metadata, found.storage_data, found.planner_data = described, storage, kept
+        kept = (
+            {key: value for key, value in found.planner_data.items() if key not in names} if isinstance(found.planner_data, dict) else None
+        )
+        found.state_dict_metadata, found.storage_data, found.planner_data = described, storage, kept
         file.write_bytes(pickle.dumps(found))
 
     def _args(self, args: Mapping[str, Any]) -> None:
         file = self.root / "common.pt"
-        if not file.is_file():
-            raise UsageError(f"{self.root} keeps its args inside the checkpoint, where they are not rewritten")
-        common = load_torch(file)
-        common["args"] = Namespace(**(vars(common["args"]) | args))
-        try:
-            torch.save(common, file)
-        except (pickle.PicklingError, AttributeError) as error:  # classes of a framework that is not here
-            raise UsageError(f"{file} holds {error}, which can't be written again") from error
+        if file.is_file():
+            file.write_bytes(_with_args(load_torch(file), args, file))
+            return
+        # inside the checkpoint: the new ones go behind everything else in the same file
+        metadata = self.root / ".metadata"
+        found = _metadata_of(metadata)
+        entry = next(info for index, info in found.storage_data.items() if index.fqn.startswith(COMMON))
+        file = self.root / entry.relative_path
+        with file.open("r+b") as raw:
+            raw.seek(entry.offset)
+            common = load_torch(io.BytesIO(raw.read(entry.length)), str(file))
+            entry.offset = raw.seek(0, io.SEEK_END)
+            entry.length = raw.write(_with_args(common, args, file))
+        metadata.write_bytes(pickle.dumps(found))
+
+
+def _with_args(common: Any, args: Mapping[str, Any], file: Path) -> bytes:
+    """The common state with other args, as torch saves it.  0.19 wraps it in a list."""
+    inner = common[0] if isinstance(common, list) else common
+    inner["args"] = Namespace(**(vars(inner["args"]) | args))
+    buffer = io.BytesIO()
+    try:
+        torch.save(common, buffer)
+    except (pickle.PicklingError, AttributeError) as error:  # classes of a framework that is not here
+        raise UsageError(f"{file} holds {error}, which can't be written again") from error
+    return buffer.getvalue()
 
 
 def _put(piece: Piece, part: torch.Tensor) -> tuple[int, int] | None:
@@ -137,7 +154,19 @@ def _blob(tensor: torch.Tensor) -> bytes:
 def without_path(root: Path) -> None:
     """Takes the directory's own path out of .metadata, where torch leaves it: files move, and whose disk it was is nobody's business."""
     file = root / ".metadata"
-    found = load_pickle(file)
-    if getattr(found, "storage_meta", None) is not None:
+    found = _metadata_of(file)
+    if found.storage_meta is not None:
         found.storage_meta.checkpoint_id = None
         file.write_bytes(pickle.dumps(found))
+
+
+def _metadata_of(file: Path) -> Metadata:
+    """What .metadata says, as torch's own class: a framework's subclass (megatron-core 0.15's) can't be written without the framework.
+
+    What such a class adds is said of optimizer states and of how to save the next time, and is left out.
+    """
+    found = load_pickle(file)
+    if not isinstance(found, Inert):
+        return found  # type: ignore[no-any-return]
+    said = vars(found)
+    return Metadata(said["state_dict_metadata"], said.get("planner_data"), said["storage_data"], StorageMeta())

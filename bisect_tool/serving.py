@@ -63,11 +63,11 @@ def read_export(path: Path, family: Family, reference: Mapping[str, Any], beside
     dims = family.reference_dimensions(config)
     _settings(family, reference, config, found)
     rules = family.rules(dims, "slime", [canonical(name) for name in (*names.files, *names.absent)], mtp=False)
-    _absent(names, rules, dims, found)
+    _absent(names, rules, family, dims, found)
     _twice(names, dims, found)
     _class(config, names, rules, dims, found)
     _vision(config, names, found)
-    _mtp(dims, names, found)
+    _mtp(family, config, names, dims, found)
     _tied(config, path, names, dims, found)
     _files(path, beside, found)
     return found
@@ -123,7 +123,7 @@ def _settings(family: Family, reference: Mapping[str, Any], config: Mapping[str,
     found.notes.append(f"export: {compared} settings of its config.json compared with the reference's")
 
 
-def _absent(names: Names, rules: Sequence[Rule], dims: Dimensions, found: Served) -> None:
+def _absent(names: Names, rules: Sequence[Rule], family: Family, dims: Dimensions, found: Served) -> None:
     """Tensors that an engine looks for and does not get."""
     there = {canonical(name) for name in names.files}
     files = {canonical(name): file for name, file in names.absent.items()}
@@ -143,7 +143,7 @@ def _absent(names: Names, rules: Sequence[Rule], dims: Dimensions, found: Served
                 next=f"{do}: no setting of an engine makes up for it.", between=BETWEEN,
             )
         )  # fmt: skip
-    others = [name for name in names.absent if canonical(name).startswith(("model.visual.", "visual.", "mtp."))]
+    others = [name for name in names.absent if family.left_out(canonical(name), dims)]
     if others:
         found.notes.append(
             f"export: the index lists {len(others)} tensors that no file holds, such as {others[0]}: drop them from {INDEX}, or copy their files"
@@ -224,16 +224,17 @@ def _vision(config: Mapping[str, Any], names: Names, found: Served) -> None:
     )
 
 
-def _mtp(dims: Dimensions, names: Names, found: Served) -> None:
-    if not dims.mtp or any(name.startswith("mtp.") for name in names.files):
+def _mtp(family: Family, config: Mapping[str, Any], names: Names, dims: Dimensions, found: Served) -> None:
+    if not dims.mtp or family.mtp_tensors(map(canonical, names.files), dims):
         return
-    site = Site("mtp")
+    site, key = Site("mtp"), family.mtp_key(config)
+    promised = f"the export's config.json promises {dims.mtp} MTP layer ({key})" if key else "checkpoints of this family have an MTP layer"
     found.minor.append(
         Finding(
-            "conversion", site, _shard(site, dims), (("mtp.*",), ()), relation=Relation("missing", {"key": "mtp_num_hidden_layers"}), between=BETWEEN, minor=True,
-            explanation=f"Multi-token prediction: the export's config.json promises {dims.mtp} MTP layer (mtp_num_hidden_layers), and no mtp.* is there; "
-            "text is not affected, speculative decoding with these drafts is.",
-            next="Set mtp_num_hidden_layers to 0, serve without --speculative-..., or export mtp.* too.",
+            "conversion", site, _shard(site, dims), (("mtp.*",), ()), relation=Relation("missing", {"key": key} if key else {}), between=BETWEEN, minor=True,
+            explanation=f"Multi-token prediction: {promised}, and none of its tensors is there; text is not affected, "
+            "speculative decoding with these drafts is.",
+            next=f"{f'Set {key} to 0, serve' if key else 'Serve'} without --speculative-..., or export its tensors too.",
         )
     )  # fmt: skip
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bisect_hooks.errors import UsageError
-from bisect_hooks.family import CheckpointLayout, Dimensions, Family, check_conversion, family_of
+from bisect_hooks.family import CheckpointLayout, Dimensions, Family, check_conversion
 from bisect_hooks.parallel import Parallel
 from bisect_hooks.site import Site
 from bisect_hooks.table import Rule, check_total
@@ -27,6 +27,7 @@ from bisect_tool.layouts import written_by
 from bisect_tool.legacy import LegacyCheckpoint
 from bisect_tool.measure import Difference
 from bisect_tool.sides import Side, StoredSide, TableSide, without_rounding
+from bisect_tool.unknown import family_in
 
 # one tensor of so many kinds is explained before a checkpoint is taken for a trained one
 KINDS = 12
@@ -58,7 +59,7 @@ class Sides:
 
     @cached_property
     def family(self) -> Family:
-        return family_of(self.directory.config)
+        return family_in(self.directory)
 
     @cached_property
     def dims(self) -> Dimensions:
@@ -247,8 +248,9 @@ class Stage:
         elif self.between == "reference-export" and sides.family.reference_dimensions(sides.exported.config).mtp:
             site = Site("mtp", 0)
             names = tuple(map(sides.directory.on_disk, sides.family.mtp_tensors(sides.directory.names, sides.dims)))
-            proof = Proof("look for mtp.* in the export", None, None, "every tensor of the decoder is there")
-            relation = Relation("missing", {"name": "mtp.*", "tensors": len(names), "promised": "mtp_num_hidden_layers"})
+            proof = Proof(f"look for {names[0]} and the like in the export", None, None, "every tensor of the decoder is there")
+            key = sides.family.mtp_key(sides.exported.config)
+            relation = Relation("missing", {"name": "mtp.*", "tensors": len(names), **({"promised": key} if key else {})})
             shard = self.auditor.shard(site, self.auditor.rows[0][1].cut, None)
             words = (self.auditor.reference.word, self.auditor.candidate.word)
             audit.minor.append(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from bisect_hooks import drive, mcore, mcore_weights
-from bisect_hooks.errors import BisectError, UsageError, first_line
+from bisect_hooks.errors import BisectError, UsageError, by_kind, first_line
 from bisect_hooks.family import families
 from bisect_hooks.spec import Spec, import_spec, settle
 from bisect_hooks.tap import Graft
@@ -24,7 +24,6 @@ from safetensors.torch import save_file
 
 from bisect_tool.candidate import Built
 from bisect_tool.checkpoint import Checkpoint, open_checkpoint
-from bisect_tool.conversion import by_kind
 from bisect_tool.hf_directory import HuggingFaceDirectory, open_hf
 from bisect_tool.legacy import LegacyCheckpoint
 from bisect_tool.prompts import Batch

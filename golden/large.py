@@ -234,7 +234,7 @@ def write_candidate(out: Path, family: Family, config: Mapping[str, Any], shapes
     Every expert's chunks are in the file of the rank that holds it; everything else is in the file of its stage's first rank.
     """
     dims = family.reference_dimensions(config)
-    mtp = any(name.startswith("mtp.") for name in shapes)
+    mtp = bool(family.mtp_tensors(shapes, dims))
     rules = family.rules(dims, "slime", tuple(shapes), mtp)
     root = out / "release"
     root.mkdir(parents=True)

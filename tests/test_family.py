@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from importlib import import_module, metadata
@@ -14,6 +15,7 @@ import torch
 from bisect_hooks.blocks.feed_forward import route
 from bisect_hooks.errors import UsageError
 from bisect_hooks.family import LAYOUTS, CheckpointLayout, check_sizes, families, family_of, family_of_tensors
+from bisect_hooks.hf import check_known
 from bisect_hooks.parallel import Parallel
 from bisect_hooks.site import Site
 from bisect_hooks.table import check_total, forward
@@ -22,11 +24,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from properties import repeatable
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from bisect_tool.__main__ import run
 from bisect_tool.args import conversion_args
 from bisect_tool.conversion import check_table
 from bisect_tool.hf_directory import HuggingFaceDirectory, open_hf
+from bisect_tool.unknown import family_in
 
 ROOT = Path(__file__).parent.parent
 TWO_SCREENS = 100
@@ -196,6 +200,81 @@ def test_an_extra_norm_and_a_lost_projection_are_listed_tensor_by_tensor(tmp_pat
         "has no model.layers.2.self_attn.o_proj.weight, which the table of qwen3 reads",
     ):
         assert said in refused.value.message
+
+
+@pytest.mark.parametrize("family", tiny.CONFIGS)
+def test_every_module_of_a_reference_is_accounted_for(family: str) -> None:
+    said = page(family)
+    config = AutoConfig.for_model(said["model_type"], **{key: value for key, value in said.items() if key != "model_type"})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    found = family_of(said)
+    dims = found.reference_dimensions(said)
+    idle = found.reference_modules(dims) - {name for name, _ in model.named_modules()}
+    assert {name.rpartition(".")[2] for name in idle} == ({"act"} if "linear_attention" in dims.kinds else set())  # an older release's
+    check_known(model, found, dims)
+
+
+class Grown(Qwen3ForCausalLM):  # type: ignore[misc]
+    """What a later transformers might make of a class: norms without a weight, a scale at the end, a vector that no file holds."""
+
+    def __init__(self, config: Qwen3Config) -> None:
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.post_ffn_norm = torch.nn.LayerNorm(config.hidden_size, elementwise_affine=False)
+            layer.self_attn.sinks = torch.nn.Parameter(torch.ones(config.num_attention_heads))
+        self.logit_scale = torch.nn.Identity()
+
+
+def test_modules_that_no_table_accounts_for_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny.make("qwen3", tmp_path)
+    monkeypatch.setitem(AutoModelForCausalLM._model_mapping._extra_content, Qwen3Config, Grown)
+    assert run(["taps", "--reference", str(tmp_path), "--fire"]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Error: ")]
+    assert "qwen3 does not understand 9 parts of Grown in transformers" in line
+    for said in (
+        "the module model.layers.*.post_ffn_norm of LayerNorm (4 modules)",
+        "the module logit_scale of Identity",
+        "the tensor model.layers.*.self_attn.sinks (4 tensors)",
+    ):
+        assert said in line
+
+
+UNKNOWN_TYPES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "olmo2": (
+        {},
+        [
+            "the nearest, qwen3, does not understand",
+            "the tensor model.layers.*.post_feedforward_layernorm.weight (4 tensors)",
+            "that it has no model.layers.*.input_layernorm.weight (4 tensors)",
+            "the module model.layers.*.post_feedforward_layernorm of Olmo2RMSNorm (4 modules)",
+        ],
+    ),
+    "granite": (
+        {"residual_multiplier": 0.5},
+        ["the nearest, llama, does not understand", "config.json's residual_multiplier = 0.5"],
+    ),
+    "gpt_neox": ({}, ["does not understand", "the module gpt_neox.layers.*.attention.dense of Linear (4 modules)"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", UNKNOWN_TYPES)
+def test_an_unknown_architecture_is_held_against_the_nearest(model_type: str, tmp_path: Path) -> None:
+    more, said = UNKNOWN_TYPES[model_type]
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **(tiny.INITIAL | more))).save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match=f"unknown family: config.json has model_type '{model_type}'") as refused:
+        family_in(open_hf(tmp_path))
+    assert [one for one in said if one not in refused.value.message] == []
+
+
+def test_an_unknown_type_that_is_known_in_all_but_name_is_said(tmp_path: Path) -> None:
+    tiny.make("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "mistral", "sliding_window": None}))
+    with pytest.raises(UsageError, match="the nearest, llama, knows every key, tensor and module of it"):
+        family_in(open_hf(tmp_path))
 
 
 def test_a_head_beside_the_embedding_it_is_tied_to_is_left_out(tmp_path: Path) -> None:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
+import pickle
 import resource
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from bisect_hooks.errors import UsageError
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from bisect_tool.__main__ import run
 from bisect_tool.checkpoint import open_checkpoint
 from bisect_tool.compare import same_bytes
 from bisect_tool.pickles import load_pickle
 from bisect_tool.planting import plant
-from bisect_tool.rewrite import Rewriting
+from bisect_tool.rewrite import Rewriting, without_path
 
 ROOT = Path(__file__).parent.parent
 REFERENCE, GOOD = ROOT / "golden" / "tiny-qwen3.5-moe", ROOT / "golden" / "tiny-qwen3.5-moe-torch_dist"
@@ -133,6 +137,23 @@ def test_metadata_of_a_frameworks_own_class_is_written_as_torchs(tmp_path: Path)
     dropped(rewriting)
     rewriting.finish()
     assert type(load_pickle(tmp_path / "copy" / "release" / ".metadata")).__module__.startswith("torch.distributed")
+
+
+def test_a_path_is_taken_out_of_metadata_of_a_frameworks_own_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(GOOD, tmp_path / "copy")
+    file = tmp_path / "copy" / "release" / ".metadata"
+    with monkeypatch.context() as patch:
+        theirs = type("MCoreMetadata", (Metadata,), {"__module__": "theirs"})
+        package = ModuleType("theirs")
+        package.__dict__["MCoreMetadata"] = theirs
+        patch.setitem(sys.modules, "theirs", package)
+        found = theirs({})
+        vars(found).update(vars(load_pickle(file)) | {"storage_meta": StorageMeta(checkpoint_id="/disk/of/somebody")})
+        file.write_bytes(pickle.dumps(found))
+    without_path(file.parent)
+    assert b"somebody" not in file.read_bytes()
+    assert type(load_pickle(file)) is Metadata
+    assert audit(tmp_path / "copy", tmp_path / "out")[0] == 0
 
 
 def refused(candidate: Path, out: Path, repair: Path, capsys: pytest.CaptureFixture[str]) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 from safetensors.torch import load_file, save_file
 
 from bisect_tool.__main__ import run
@@ -47,7 +48,7 @@ def rename(export: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> 
     """Writes every tensor again under other names, in one file without an index."""
     tensors = {name: tensor for file in export.glob("*.safetensors") for name, tensor in load_file(file).items()}
     for file in [*export.glob("*.safetensors"), export / INDEX]:
-        file.unlink()
+        file.unlink(missing_ok=True)
     save_file({name: tensor.clone() for name, tensor in change(tensors).items()}, export / "model.safetensors")
 
 
@@ -72,6 +73,27 @@ def test_mtp_that_is_promised_and_not_there_is_minor(export: Path) -> None:
     assert page["verdict"] == "agrees"
     set_config(export, {"mtp_num_hidden_layers": 0})
     assert judged(export)["minor"] == []
+
+
+def test_mtp_that_is_one_more_layer_of_the_decoder_is_known_by_its_family(tmp_path: Path) -> None:
+    reference = tiny.make("glm4-moe", tmp_path / "reference")
+    export = tmp_path / "export"
+    shutil.copytree(reference, export)
+    assert judged(export, reference)["minor"] == []
+    without("model.layers.4.")(export)
+    (minor,) = judged(export, reference)["minor"]
+    assert (minor["module"], minor["relation"]["kind"]) == ("mtp", "missing")
+    assert minor["relation"]["detail"] == {"key": "num_nextn_predict_layers"} and "Set num_nextn_predict_layers to 0" in minor["next"]
+
+
+def test_mtp_that_only_an_index_lists_is_said(tmp_path: Path) -> None:
+    reference = tiny.make("glm4-moe", tmp_path / "reference")
+    export = tmp_path / "export"
+    shutil.copytree(reference, export)
+    names = list(load_file(export / "model.safetensors"))
+    without("model.layers.4.")(export)
+    (export / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")}))
+    assert "the index lists 52 tensors that no file holds, such as model.layers.4." in notes(judged(export, reference))
 
 
 def shard_gone(export: Path) -> None:

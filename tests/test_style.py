@@ -124,7 +124,9 @@ def test_hooks_know_nothing_of_the_tool() -> None:
     assert importers(HOOKS, "bisect_tool") == set()
 
 
-@pytest.mark.parametrize(("package", "allowed"), [("transformers", {"hf.py"}), ("megatron", {"mcore.py", "mcore_weights.py", "cpu.py"})])
+@pytest.mark.parametrize(
+    ("package", "allowed"), [("transformers", {"hf.py"}), ("megatron", {"mcore.py", "mcore_weights.py", "cpu.py", "core_versions.py"})]
+)
 def test_each_side_is_imported_where_it_lives_and_nowhere_else(package: str, allowed: set[str]) -> None:
     assert importers(HOOKS, package) == allowed
     assert importers(TOOL, package) == set()

@@ -207,6 +207,14 @@ def test_a_graft_is_handed_on_as_it_is() -> None:
     assert torch.equal(same, record(model)[0])
 
 
+def test_a_transform_is_given_every_argument() -> None:
+    told = Tap(Site("router", 0, "topk"), "layers.0", "b s h", "input", transform=lambda told: told[0] - told[1])
+    model = Model()
+    _, heard = record(model, (told,))
+    hidden = model.embed(INPUT)
+    assert torch.equal(heard.one(told), hidden - hidden.flip(-1))
+
+
 @pytest.mark.parametrize("tap", [SQUARED, replace(LEAVES, graftable=False)], ids=["transformed", "said so"])
 def test_a_tap_that_can_not_be_grafted_is_heard_and_left_alone(tap: Tap) -> None:
     model = Model()

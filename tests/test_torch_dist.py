@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+import shutil
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from bisect_tool.checkpoint import TRACKER, Checkpoint
+from bisect_tool.rewrite import Rewriting
 from bisect_tool.torch_dist import open_torch_dist
 
 # torch's own writer and loader say that they work without ranks, which is what is wanted
@@ -281,6 +283,16 @@ def test_the_common_state_that_newer_cores_keep_inside_is_read(layout: str, ways
     assert (found.layout, found.iteration, found.core_reads) == (layout, 5, False)
     assert found.args | ways == found.args
     assert not any(key.startswith("optimizer.") for key in found.tensors)
+
+
+def test_args_that_newer_cores_keep_inside_are_rewritten(tmp_path: Path) -> None:
+    good = open_torch_dist(DATA / "core-0.19.2-native")
+    shutil.copytree(DATA / "core-0.19.2-native", tmp_path / "copy")
+    Rewriting(open_torch_dist(tmp_path / "copy").path).finish({"rotary_base": 12345})
+    found = open_torch_dist(tmp_path / "copy")
+    assert (good.args["rotary_base"] != 12345, found.iteration) == (True, good.iteration)
+    assert found.args == good.args | {"rotary_base": 12345}
+    assert all(torch.equal(found.read(name), good.read(name)) for name in good.tensors)
 
 
 @pytest.mark.parametrize("folder", ["dist_ckpt", "actor/dist_ckpt"])

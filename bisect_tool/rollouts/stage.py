@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bisect_hooks.family import Dimensions, Family, family_of
+from bisect_hooks.family import Dimensions, Family
 from bisect_hooks.hf import VERSION, Reference, Tokenizer
 from bisect_hooks.site import Site
 
@@ -22,13 +22,14 @@ from bisect_tool.rollouts.evidence import Evidence
 from bisect_tool.rollouts.listings import read_hashes, read_names
 from bisect_tool.rollouts.sample import Sample
 from bisect_tool.rollouts.scoring import score
+from bisect_tool.unknown import family_in
 
 
 def run_rollout(asked: Evidence) -> Report:
     """The whole report: one stage was run."""
     asked.check()
     directory = open_hf(asked.reference)
-    family = family_of(directory.config)
+    family = family_in(directory)
     dims = family.reference_dimensions(directory.config)
     result = StageResult("engine")
     started = time.monotonic()

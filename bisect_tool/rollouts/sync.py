@@ -76,7 +76,7 @@ class Sent:
         """Names of the directory → Sites, by the weight table."""
         dims = self.family.reference_dimensions(self.base.config)
         names = self.directory.names
-        mtp = any(name.startswith("mtp.") for name in names)
+        mtp = bool(self.family.mtp_tensors(names, dims))
         return {name: rule.site for rule in self.family.rules(dims, "slime", names, mtp) for name in rule.references}
 
 
@@ -266,7 +266,7 @@ def compare_names(received: Sequence[str], consumed: Sequence[str], sent: Sent, 
     left: Counter[str] = Counter()
     for raw in received:
         name = canonical(raw)
-        why = sent.family.left_out(name, dims) if not name.startswith("mtp.") else None
+        why = sent.family.left_out(name, dims) if not sent.family.mtp_tensors([name], dims) else None
         if why is not None:
             left[why] += 1
             continue

@@ -1,4 +1,4 @@
-"""What lets the unmodified megatron-core 0.16 run on a CPU.  Every shim stands here, with the upstream line it replaces.
+"""What lets the unmodified megatron-core run on a CPU.  Every shim stands here, with the line of 0.16 that it replaces.
 
 None of them changes what is computed: they stand in for CUDA bookkeeping (devices, streams, host copies), for a norm that
 upstream offers only through Transformer Engine, and for one kernel helper that upstream offers only through
@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+from bisect_hooks.core_versions import prepare_delta_net
 
 
 class NoStream:
@@ -27,14 +29,10 @@ class NoStream:
 
 def prepare_megatron(device: torch.device) -> None:
     """Once a process, before a model is built."""
-    from megatron.core.ssm import gated_delta_net
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    if not gated_delta_net.HAVE_FLA:
-        # gated_delta_net.py:104 refuses to build without fla; with deterministic_mode it needs only fla's l2norm (:280)
-        gated_delta_net.HAVE_FLA = True
-        gated_delta_net.l2norm = l2norm
+    prepare_delta_net(l2norm)
     if not hasattr(moe_utils, "te_general_gemm"):
         # moe_utils.py:1192 reads this name, which is imported only where Transformer Engine is installed (upstream bug)
         moe_utils.te_general_gemm = None
@@ -98,10 +96,10 @@ class SlicedGate:
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
         found = super().get_query_key_value_tensors(*args, **kwargs)  # type: ignore[misc]
-        share = self.world_size // self.config.num_query_groups  # type: ignore[attr-defined]
-        if len(found) != 4 or share < 2:
+        if len(found) != 4 or found[3].shape[2] == found[0].shape[2]:
             return found
         query, key, value, gate = found
+        share = self.world_size // self.config.num_query_groups  # type: ignore[attr-defined]
         start = self.pg_collection.tp.rank() % share * query.shape[2]  # type: ignore[attr-defined]
         return query, key, value, gate[:, :, start : start + query.shape[2]]
 

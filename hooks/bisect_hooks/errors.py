@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
 
 class BisectError(Exception):
     """An error of ours (exit 70).  `hint` says what to do next and is printed on the same line."""
@@ -17,6 +20,14 @@ class BisectError(Exception):
 def first_line(error: BaseException) -> str:
     """What an exception says, on one line; its name when it says nothing."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
+def by_kind(names: Sequence[str], what: str = "tensors") -> list[str]:
+    """Dotted names, those that differ by a number of a layer or an expert said once with their count."""
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        kinds.setdefault(re.sub(r"\.\d+(?!\w)", ".*", name), []).append(name)
+    return [found[0] if len(found) == 1 else f"{kind} ({len(found)} {what})" for kind, found in kinds.items()]
 
 
 class UsageError(BisectError):

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 import transformers
 from transformers.utils import logging as transformers_logging
 
-from bisect_hooks.errors import UsageError, first_line
+from bisect_hooks.errors import UsageError, by_kind, first_line
 from bisect_hooks.family import Derived, Dimensions, Family
 from bisect_hooks.parallel import Parallel
 from bisect_hooks.tap import NO_GRAFT, Graft, Heard, Tap, find, listening
@@ -47,6 +48,8 @@ class Reference:
             )
         except (OSError, ValueError, RuntimeError) as error:
             raise UsageError(f"transformers can't load {path}: {first_line(error)}") from error
+        check_known(self.model, family, dims)
+        look_up_when_called(self.model)
         self.model.to(device).eval().requires_grad_(False)
         self.family, self.dims, self.dtype, self.device = family, dims, dtype, device
         self.taps = family.reference_taps(dims)
@@ -155,6 +158,53 @@ class Reference:
         finally:
             for name, parameter in self.model.named_parameters():
                 parameter.data = kept[name]
+
+
+def check_known(model: torch.nn.Module, family: Family, dims: Dimensions) -> None:
+    """Raises UsageError that lists every module and every tensor of a built reference that the family's tables don't account for.
+
+    A module without weights shows in no checkpoint, and a tensor that the checkpoint lacks is made up by transformers.
+    """
+    modules, tensors = not_known(model, family, dims)
+    if modules or tensors:
+        said = [f"the module {one}" for one in by_kind(modules, "modules")] + [f"the tensor {one}" for one in by_kind(tensors)]
+        raise UsageError(
+            f"{family.name} does not understand {len(modules) + len(tensors)} parts of {type(model).__name__} "
+            f"in transformers {VERSION}: {'; '.join(said)}",
+            hint="nothing was compared: what these change is not in its tables (docs/add-a-family.md)",
+        )
+
+
+def look_up_when_called(model: torch.nn.Module) -> None:
+    """Rules that a module of transformers 5.3 binds when it is built are looked up when they are called, so that they are heard."""
+    owner = import_module(type(model).__module__)
+    for name in CHUNKED_RULES:
+        rule = getattr(owner, name, None)
+        for module in model.modules():
+            for attribute in [key for key, value in vars(module).items() if rule is not None and value is rule]:
+                setattr(module, attribute, _late(owner, name))
+
+
+def _late(owner: Any, name: str) -> Callable[..., Any]:
+    return lambda *args, **kwargs: getattr(owner, name)(*args, **kwargs)
+
+
+def not_known(model: torch.nn.Module, family: Family, dims: Dimensions) -> tuple[list[str], list[str]]:
+    """(modules with their class, tensors) of a model that a family's tables don't account for."""
+    known = family.reference_modules(dims)
+    modules = [f"{name} of {type(module).__name__}" for name, module in model.named_modules() if name not in known]
+    tabled = {name for rule in family.rules(dims, "native", (), mtp=False) for name in rule.references}
+    return modules, [name for name in model.state_dict() if name not in tabled and family.left_out(name, dims) is None]
+
+
+def empty_model(path: Path) -> torch.nn.Module:
+    """The model that transformers makes of a config.json, without weights.  Raises UsageError for one that it does not know."""
+    quiet()
+    try:
+        with torch.device("meta"):
+            return transformers.AutoModelForCausalLM.from_config(_text_config(path))  # type: ignore[no-any-return]
+    except (OSError, ValueError, RuntimeError, AttributeError) as error:
+        raise UsageError(f"transformers can't make a model of {path / 'config.json'}: {first_line(error)}") from error
 
 
 def canonical(

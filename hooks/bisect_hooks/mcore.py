@@ -22,7 +22,6 @@ import torch.nn.functional as F  # noqa: N812
 from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
-from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
@@ -35,16 +34,13 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
-from megatron.core.transformer.multi_token_prediction import (
-    MultiTokenPredictionBlockSubmodules,
-    MultiTokenPredictionLayer,
-    MultiTokenPredictionLayerSubmodules,
-)
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules, MultiTokenPredictionLayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
+from bisect_hooks.core_versions import config_of, mtp_submodules, shared_expert_params
 from bisect_hooks.cpu import RMSNorm, SlicedGate, prepare_megatron, running_on
 from bisect_hooks.errors import UsageError
 from bisect_hooks.family import CheckpointLayout, Dimensions, Family, check_sizes
@@ -151,7 +147,8 @@ def transformer_config(
     args: Mapping[str, Any], dims: Dimensions, layout: CheckpointLayout, parallel: Parallel, dtype: torch.dtype
 ) -> TransformerConfig:
     """megatron-core's config out of Megatron's args, as `core_transformer_config_from_args` does it, for a CPU-friendly build."""
-    return TransformerConfig(
+    linear = [int(kind == "linear_attention") for kind in dims.kinds]
+    return config_of(
         num_layers=dims.layers,
         hidden_size=dims.hidden,
         ffn_hidden_size=dims.dense,
@@ -175,8 +172,8 @@ def transformer_config(
         attention_softmax_in_fp32=True,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        experimental_attention_variant="gated_delta_net" if "linear_attention" in dims.kinds else None,
-        linear_attention_freq=[int(kind == "linear_attention") for kind in dims.kinds],
+        experimental_attention_variant="gated_delta_net" if any(linear) else None,
+        linear_attention_freq=linear if any(linear) else None,
         linear_conv_kernel_dim=dims.kernel,
         linear_key_head_dim=dims.key_width,
         linear_value_head_dim=dims.value_width,
@@ -265,12 +262,14 @@ def layer_spec(kind: str, moe: bool, dims: Dimensions, layout: CheckpointLayout,
             ),
         )
     elif layout == "native":
+        from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules  # not in 0.15
+
         parts = GatedDeltaNetSubmodules(in_proj=ColumnParallelLinear, out_norm=RMSNorm, out_proj=RowParallelLinear)
         attention = ModuleSpec(module=GatedDeltaNet, submodules=parts)
     else:
         attention, own_norm = ModuleSpec(module=SlimeAttention, params={"dims": dims}), IdentityOp
     linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    shared = ModuleSpec(module=SharedExpertMLP, submodules=linear)
+    shared = ModuleSpec(module=SharedExpertMLP, params=shared_expert_params(dims.shared_gate), submodules=linear)
     experts = ModuleSpec(module=SequentialMLP, submodules=linear)
     feed_forward = ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared))
     return ModuleSpec(
@@ -337,9 +336,7 @@ def build(
 
 def _mtp_spec(dims: Dimensions, layout: CheckpointLayout, args: Mapping[str, Any]) -> ModuleSpec:
     layer = layer_spec("attention", dims.experts > 0, dims, layout, args)
-    parts = MultiTokenPredictionLayerSubmodules(
-        enorm=RMSNorm, hnorm=RMSNorm, eh_proj=ColumnParallelLinear, transformer_layer=layer, layer_norm=RMSNorm
-    )
+    parts = mtp_submodules(layer, enorm=RMSNorm, hnorm=RMSNorm, eh_proj=ColumnParallelLinear, layer_norm=RMSNorm)
     each = ModuleSpec(module=MultiTokenPredictionLayer, submodules=parts)
     return MultiTokenPredictionBlockSubmodules(layer_specs=[each] * dims.mtp)
 

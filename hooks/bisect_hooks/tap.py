@@ -35,7 +35,8 @@ class Tap:
     call      which call of the function inside one forward of `path`, or -1 when there is just one
     result    whether a function tap hears the result (True) or an argument (False)
     piece     name of the only piece; layouts with sections name their own
-    transform from what was heard to a tensor of `layout`, where that is not the thing itself; such a tap can't be grafted
+    transform from all that was heard (the output, or every argument) to a tensor of `layout`, where that is not one of them; such a
+              tap can't be grafted
     """
 
     site: Site
@@ -202,6 +203,9 @@ def _hook_module(stack: ExitStack, root: torch.nn.Module, tap: Tap, hear: Hear) 
         return None if new is None else _put(output, index, new)
 
     def before(_module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        if tap.transform:
+            hear(tap, (*args, *kwargs.values()))
+            return None
         position, word = _argument(args, kwargs, tap)
         thing = args[position] if position is not None else kwargs[word]
         new = hear(tap, thing)
@@ -276,11 +280,15 @@ def _wrap_functions(stack: ExitStack, root: torch.nn.Module, taps: list[Tap], he
 def _listened(
     original: Callable[..., Any], taps: list[Tap], function: str, running: list[tuple[str, dict[str, int]]], hear: Hear
 ) -> Callable[..., Any]:
+    by_path: dict[str, list[Tap]] = {}
+    for tap in taps:
+        by_path.setdefault(tap.path, []).append(tap)
+
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         path, calls = running[-1] if running else ("", {})
         number = calls.get(function, 0)
         calls[function] = number + 1
-        here = [tap for tap in taps if tap.path == path and tap.call in (-1, number)]
+        here = [tap for tap in by_path.get(path, ()) if tap.call in (-1, number)]
         for tap in (tap for tap in here if not tap.result):
             position, word = _argument(args, kwargs, tap)
             new = hear(tap, args[position] if position is not None else kwargs[word])

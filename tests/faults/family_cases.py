@@ -80,12 +80,12 @@ def norms(t: Traits, layout: str, of: str = "conversion") -> Verdict:
     return config(EVERY, "input_norm", *parts, of=of, modules=modules)
 
 
-def second_stage(t: Traits) -> Verdict:
-    """L01: layers 2 and 3 hold layers 0 and 1, in every module that has weights."""
+def second_stage(t: Traits, *, at_run_time: bool = False) -> Verdict:
+    """L01: layers 2 and 3 hold layers 0 and 1, in every module that has weights.  By activations, a moved A_log is dt_bias (rule 7)."""
     parts = ["qkv", *(["q_norm", "k_norm"] if t.qk_norm else []), "out_proj"]
     modules = ["input_norm", "attention"]
     if t.linear:
-        parts += ["in_proj", "conv1d", "a_log", "dt_bias", "gated_norm"]
+        parts += ["in_proj", "conv1d", *([] if at_run_time else ["a_log"]), "dt_bias", "gated_norm"]
         modules.append("linear_attention")
     modules.append("pre_mlp_norm")
     if t.moe:
@@ -93,6 +93,8 @@ def second_stage(t: Traits) -> Verdict:
         modules += ["router", "experts", *(["shared_expert"] if t.shared else []), *(["shared_expert_gate"] if t.shared_gate else [])]
     else:
         modules.append("mlp")
+    if at_run_time:
+        return fault("parallel", [2, 3], None, [*parts, "fc1", "fc2"], None, "run", modules, pp=[1])
     return conversion([2, 3], None, [*parts, "fc1", "fc2"], "other-layer", modules=modules, pp=[1])
 
 
@@ -111,6 +113,7 @@ def cases_of(t: Traits) -> list[Case]:
         by = "-activations" if flags else ""
         found.append(Case(f"{t.family}-{name}-{layout}-{written}{by}", layout, written, (name,), written, flags, () if minor else verdict, verdict if minor else ()))  # fmt: skip
 
+    patched = (*FORWARD, "--candidate-patch", "patch.py")
     halves = ("shared_expert", t.moe) if t.shared else ("mlp", t.dense)
     for of, flags in (("conversion", ()), ("run", FORWARD)):
         add("P01", "one", lambda _, of=of: config(t.full, "attention", "rope", of=of), flags=flags)  # type: ignore[misc]
@@ -136,6 +139,7 @@ def cases_of(t: Traits) -> list[Case]:
         add("V02", "tp2sp", lambda _: conversion([], "lm_head", [], "other-tensor", tp=[0, 1]))
     if not t.dense or not t.moe:
         add("L01", "pp2", lambda _: second_stage(t))
+        add("L01-run", "pp2", lambda _: second_stage(t, at_run_time=True), flags=patched)
     if t.gated:
         add("A03", "one", lambda _: conversion(t.full, "attention", ["qkv"], "permutation"))
     if t.linear:
@@ -146,13 +150,34 @@ def cases_of(t: Traits) -> list[Case]:
         add("L05", "one", lambda _: config(t.moe, "experts"))
         if t.expert_bias:
             add("T09", "one", lambda _: config(t.moe, "router", "probs"))
-            patched = (*FORWARD, "--candidate-patch", "patch.py")
             add("T02", "one", lambda _: fault("model-definition", list(t.moe), "router", ["probs"], None, "run"), flags=patched)
         else:
             add("T01", "one", lambda _: config(t.moe, "router", "probs"))
     if t.shared_gate:
         add("S04", "one", lambda _: config(t.moe, "shared_expert_gate"))
     return found
+
+
+def cannot(t: Traits) -> dict[str, str]:
+    """Plants that this family's model can't carry, and why."""
+    no_bias, no_experts = "experts are chosen without a bias, and their weights are not scaled", "there are no experts"
+    reasons = {
+        "A01": (True, "its 6 heads don't divide by 4 ranks, and with 2 ranks no KV head is shared: the embedded model has 8"),
+        "A03": (not t.gated, "attention has no output gate"),
+        "A05": (not t.qkv_bias, "q, k and v have no biases"),
+        "E01": (not t.moe, no_experts),
+        "E08": (not t.moe, no_experts),
+        "G01": (not t.linear, "there is no linear attention"),
+        "G04": (not t.linear, "there is no linear attention"),
+        "L01": (bool(t.dense and t.moe), "stages hold other kinds of layers: no such checkpoint can be loaded"),
+        "L01-run": (bool(t.dense and t.moe), "stages hold other kinds of layers: no such model can be run"),
+        "L05": (not t.moe, no_experts),
+        "S04": (not t.shared_gate, "no shared expert has a gate"),
+        "S05": (not t.shared and not t.dense, "there is neither a shared expert nor a dense MLP"),
+        "T01": (not t.moe or t.expert_bias, "experts are scored by a sigmoid, which --moe-router-pre-softmax leaves alone" if t.moe else no_experts),
+        **dict.fromkeys(("T02", "T03", "T04", "T09"), (not t.expert_bias, no_bias if t.moe else no_experts)),
+    }  # fmt: skip
+    return {name: why for name, (so, why) in reasons.items() if so}
 
 
 def clean_of(t: Traits) -> list[Case]:
@@ -165,7 +190,7 @@ CASES = {case.id: (t, case) for t in FAMILIES for case in (*clean_of(t), *cases_
 def covering() -> set[str]:
     """For each family one clean run on one rank and one under a layout, and a few faults: over all families every layout and every plant."""
     chosen: set[str] = set()
-    seen = {("P01", True), ("E01", True)}  # by activations alone: the first drill has them
+    seen = {("P01", True), ("E01", True), ("L01-run", True)}  # by activations alone: the first drill has them
     for i, t in enumerate(FAMILIES):
         clean = clean_of(t)
         own = [clean[0], clean[1 + i % (len(clean) - 1)]]

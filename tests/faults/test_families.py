@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import tiny
 from cases import Case
-from family_cases import CASES, COVERING, FAMILIES, Traits, cases_of
+from family_cases import CASES, COVERING, FAMILIES, Traits, cannot, cases_of
 from workshop import Workshop, judge, verdict_of
+
+from bisect_tool.plants import PLANTS
 
 pytestmark = pytest.mark.ranks
 Shops = Callable[[str], Workshop]
@@ -49,5 +51,8 @@ def test_a_family_is_judged_right(t: Traits, case: Case, shops: Shops, prompts: 
 
 
 @pytest.mark.parametrize("t", FAMILIES, ids=lambda t: t.family)
-def test_at_least_eight_faults_are_planted_in_each_family(t: Traits) -> None:
-    assert len({case.faults[0] for case in cases_of(t)}) >= 8
+def test_every_plant_is_made_in_each_family_or_can_not_exist(t: Traits) -> None:
+    planted = {case.faults[0] for case in cases_of(t)}
+    assert len(planted) >= 8
+    assert planted.isdisjoint(cannot(t))
+    assert planted | set(cannot(t)) == {plant.id for plant in PLANTS}

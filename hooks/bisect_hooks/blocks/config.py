@@ -51,6 +51,10 @@ class Config:
             raise UsageError(f"config.json has no {one.name!r}, which {self.family} needs")
         return one.default if value is None else value
 
+    def where(self, one: Any) -> str | None:
+        """The name under which the file says a Key, or could; None for a constant of the family."""
+        return next((name for name in (one.name, one.also) if name in self.text), one.name) if isinstance(one, Key) else None
+
     def number(self, one: Any) -> int:
         """A whole number.  Raises UsageError."""
         value = self.get(one)
@@ -71,15 +75,10 @@ class Config:
     def tied(self) -> bool:
         return bool(self.page.get("tie_word_embeddings", self.text.get("tie_word_embeddings", False)))
 
-    def check(self) -> None:
-        """Raises UsageError that lists every key this family did not understand."""
+    def not_known(self) -> list[str]:
+        """Every key that this family did not understand, with its value."""
         rest = [name for name, value in self.text.items() if value and name not in self.read and not INERT.fullmatch(name)]
-        unknown = [*self.unknown, *(f"{name} = {_short(self.text[name])}" for name in sorted(rest))]
-        if unknown:
-            raise UsageError(
-                f"{self.family} does not understand {len(unknown)} of config.json: {'; '.join(unknown)}",
-                hint="nothing was compared: what these change is not in its tables (docs/add-a-family.md)",
-            )
+        return [*self.unknown, *(f"{name} = {_short(self.text[name])}" for name in sorted(rest))]
 
 
 def _short(value: Any) -> str:

@@ -46,6 +46,16 @@ class Decoder:
 
     def reference_dimensions(self, config: Mapping[str, Any]) -> Dimensions:
         """From config.json (its text_config).  Raises UsageError that lists every key that is not understood."""
+        dims, unknown = self.read(config)
+        if unknown:
+            raise UsageError(
+                f"{self.name} does not understand {len(unknown)} of config.json: {'; '.join(unknown)}",
+                hint="nothing was compared: what these change is not in its tables (docs/add-a-family.md)",
+            )
+        return dims
+
+    def read(self, config: Mapping[str, Any]) -> tuple[Dimensions, list[str]]:
+        """The same, and what of config.json was not understood.  Raises UsageError for a size that is not there."""
         read = Config(config, self.name)
         layers = read.number(Key("num_hidden_layers"))
         read.only("hidden_act", "silu")
@@ -69,8 +79,7 @@ class Decoder:
             epsilon=float(read.get(Key("rms_norm_eps"))),
             **found,
         )
-        read.check()
-        return dims
+        return dims, read.not_known()
 
     def _kinds(self, config: Config, layers: int) -> tuple[str, ...]:
         """The kind of each layer.  Raises UsageError when there is not one for each."""
@@ -138,6 +147,10 @@ class Decoder:
     def mtp_tensors(self, names: Iterable[str], dims: Dimensions) -> list[str]:
         return self.mtp.tensors(names, dims) if self.mtp else []
 
+    def mtp_key(self, config: Mapping[str, Any]) -> str | None:
+        """The key of config.json that says how many MTP layers there are; None where the family's config says nothing of it."""
+        return Config(config, self.name).where(self.mtp.count) if self.mtp else None
+
     def left_out(self, name: str, dims: Dimensions) -> str | None:
         """Why a reference tensor is not converted, or None.  Names are canonical: `model.visual.*`, `mtp.*`."""
         if dims.tied and name == "lm_head.weight":
@@ -191,11 +204,21 @@ class Decoder:
                 taps += self.linear.reference_taps(n, layer, dims, self.modeling)
             else:
                 taps += self.attention.reference_taps(n, layer, dims, self.modeling)
-            taps += (
-                self.experts.reference_taps(n, layer) if self.experts and dims.moe[n] else (self.dense or Dense()).reference_taps(n, layer)
-            )
+            block = self.experts if self.experts and dims.moe[n] else self.dense or Dense()
+            taps += block.reference_taps(n, layer, dims)
             taps.append(Tap(Site("output", n), layer, "b s h"))
         return (*taps, Tap(Site("final_norm"), "model.norm", "b s h"), Tap(Site("lm_head"), "lm_head", "b s v"))
+
+    def reference_modules(self, dims: Dimensions) -> frozenset[str]:
+        """Every module that the reference may have: heard by a tap, holding tensors of the table, a helper of one of those, around them."""
+        known = {tap.path for tap in self.reference_taps(dims)} | {"model.rotary_emb"}
+        known |= {name.rpartition(".")[0] for rule in self.rules(dims, "native", (), mtp=False) for name in rule.references}
+        for n in range(dims.layers):
+            block = self.experts if self.experts and dims.moe[n] else self.dense or Dense()
+            known |= {f"model.layers.{n}.mlp.{helper}" for helper in block.helpers}
+            if self.linear and dims.kinds[n] == "linear_attention":
+                known |= {f"model.layers.{n}.linear_attn.{helper}" for helper in self.linear.helpers}
+        return frozenset(".".join(words[:i]) for words in (path.split(".") for path in known) for i in range(len(words) + 1))
 
     def candidate_taps(self, dims: Dimensions, layout: CheckpointLayout) -> tuple[Tap, ...]:
         """Paths count layers globally; whoever holds a pipeline stage shifts them to its own count."""

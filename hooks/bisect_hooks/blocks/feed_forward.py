@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,12 +20,20 @@ from bisect_hooks.site import Site
 from bisect_hooks.table import Cut, Join, Made, Rule, Stack
 from bisect_hooks.tap import Tap
 
+# the one product of a transformers router's forward
+LINEAR = "torch.nn.functional:linear"
+
 
 @dataclass(frozen=True, slots=True)
 class Dense:
     """gate_proj, up_proj, down_proj with SiLU."""
 
     width: Key = Key("intermediate_size")
+
+    @property
+    def helpers(self) -> tuple[str, ...]:
+        """Modules without weights, heard through those that they work for."""
+        return ("act_fn",)
 
     def dimensions(self, config: Config) -> dict[str, Any]:
         config.only("mlp_bias", False)
@@ -38,7 +47,7 @@ class Dense:
         hf, own = f"{place.source}mlp.", f"{place.target}mlp."
         return [norm_rule(place), *gated_rules(place, "mlp", hf, own, dims.dense)]
 
-    def reference_taps(self, n: int, layer: str) -> list[Tap]:
+    def reference_taps(self, n: int, layer: str, dims: Dimensions) -> list[Tap]:
         return [
             Tap(Site("mlp", n, "fc1"), f"{layer}.mlp.gate_proj", "b s f", piece="gate"),
             Tap(Site("mlp", n, "fc1"), f"{layer}.mlp.up_proj", "b s f", piece="up"),
@@ -79,6 +88,11 @@ class Experts:
     scaling: float | Key = 1.0
     sigmoid: bool = False
     shared: Shared | None = None
+
+    @property
+    def helpers(self) -> tuple[str, ...]:
+        """Modules without weights, heard through those that they work for."""
+        return ("experts.act_fn", *([f"{self.shared.name}.act_fn"] if self.shared else []))
 
     def dimensions(self, config: Config) -> dict[str, Any]:
         for name in ("n_group", "topk_group", "num_expert_group"):
@@ -153,13 +167,16 @@ class Experts:
                 rules.append(Rule(place.site("shared_expert_gate"), (f"{hf}{self.shared.name}_gate.weight",), (gate,)))
         return rules
 
-    def reference_taps(self, n: int, layer: str) -> list[Tap]:
-        """The router hands on (logits, weights, indices) of its top-k; probabilities over all experts are made of them."""
+    def reference_taps(self, n: int, layer: str, dims: Dimensions) -> list[Tap]:
+        """The choice is heard as the experts are told it, (hidden states, indices, weights), and made one over all experts.
+
+        Logits are heard where they are made: what a router hands on under that name is their softmax in some releases of transformers.
+        """
         moe = f"{layer}.mlp"
         taps = [
-            Tap(Site("router", n, "logits"), f"{moe}.gate", "(b s) e", select=(0,)),
-            Tap(Site("router", n, "probs"), f"{moe}.gate", "(b s) e", transform=dense_probs),
-            Tap(Site("router", n, "topk"), f"{moe}.gate", "(b s) e", transform=dense_map),
+            Tap(Site("router", n, "logits"), f"{moe}.gate", "(b s) e", "function", (0,), LINEAR),
+            Tap(Site("router", n, "probs"), f"{moe}.experts", "(b s) e", "input", transform=partial(dense_probs, dims.experts)),
+            Tap(Site("router", n, "topk"), f"{moe}.experts", "(b s) e", "input", transform=partial(dense_map, dims.experts)),
             Tap(Site("experts", n, "combine"), f"{moe}.experts", "(b s) h"),
         ]
         if self.sigmoid:
@@ -250,13 +267,12 @@ def after_dense(config: Config, layer: int) -> bool:
     return layer >= config.number(Key("first_k_dense_replace"))
 
 
-def dense_probs(output: Any) -> torch.Tensor:
-    """The router's top-k weights as probabilities over all experts."""
-    logits, scores, index = output
-    return torch.zeros_like(logits).scatter(-1, index, scores)
+def dense_probs(experts: int, told: Sequence[torch.Tensor]) -> torch.Tensor:
+    """What experts are told, (hidden states, indices [t k], weights [t k]), as probabilities over all of them [t e]."""
+    _, index, weights = told
+    return weights.new_zeros(len(index), experts).scatter(-1, index, weights)
 
 
-def dense_map(output: Any) -> torch.Tensor:
-    """The router's choice as 0 and 1 over all experts."""
-    logits, _, index = output
-    return torch.zeros_like(logits).scatter(-1, index, 1.0)
+def dense_map(experts: int, told: Sequence[torch.Tensor]) -> torch.Tensor:
+    """What experts are told as 0 and 1 over all of them [t e]."""
+    return torch.zeros(len(told[1]), experts, device=told[1].device).scatter(-1, told[1], 1.0)

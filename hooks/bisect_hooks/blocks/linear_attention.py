@@ -31,6 +31,8 @@ class LinearAttention:
     """
 
     interleaved: bool = False
+    # a module without weights where transformers 5.3 has the activation
+    helpers = ("act",)
 
     def dimensions(self, config: Config) -> dict[str, Any]:
         config.only("output_gate_type", "swish")  # the gated norm's activation; SiLU is its other name
