@@ -1,100 +1,99 @@
 """Who is wrong, where two implementations disagree and no statistic decides: the formula, in float64, takes a side.
 
-Each side is held to what the formula makes of that side's own inputs and weights, so what came in from before clears nobody and
-accuses nobody.  A reference that leaves the formula where the candidate follows it is at fault itself (class `reference`).
+Each side is held to what the formula makes of that side's own inputs and of the reference's tensors, so what came in from before
+clears nobody and accuses nobody.  A reference that leaves the formula where the candidate follows it is at fault itself (class
+`reference`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from bisect_hooks.by_formula import Recipe, recipe
-from bisect_hooks.errors import UsageError
-from bisect_hooks.family import Dimensions
+from bisect_hooks.by_formula import Recipe, Sources, recipe
+from bisect_hooks.family import Dimensions, Family
 
-from bisect_tool.judge import Tolerance, Verdict, judge
-from bisect_tool.measure import Difference, measure
+from bisect_tool.forward import Judged, judged
+from bisect_tool.hf_directory import HuggingFaceDirectory
+from bisect_tool.judge import Tolerance, Verdict
+from bisect_tool.measure import measure
 
 SidesWith = Literal["reference", "candidate", "both", "neither"]
 Get = Callable[[str], torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Spoken:
-    """One side at a site: what entered it, its weights, what came out."""
-
-    inputs: Sequence[torch.Tensor]
-    weights: Sequence[torch.Tensor]
-    output: torch.Tensor
+# (what entered by key, what came out)
+Spoken = tuple[Get, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Opinion:
     """How far each side is from the formula on its own inputs, and what that says."""
 
-    key: str
-    reference: Difference
-    candidate: Difference
-    tolerance: Tolerance
+    reference: Judged
+    candidate: Judged
 
     @property
     def sides_with(self) -> SidesWith:
-        follows = [judge(one, self.tolerance) is Verdict.AGREES for one in (self.reference, self.candidate)]
+        follows = [one.verdict is Verdict.AGREES for one in (self.reference, self.candidate)]
         if all(follows):
             return "both"
         return "reference" if follows[0] else "candidate" if follows[1] else "neither"
 
     @property
-    def cls(self) -> str | None:
-        """The class that this decides, if any."""
-        return "reference" if self.sides_with == "candidate" else None
+    def off(self) -> tuple[float, float]:
+        """Relative rms of the reference, and of the candidate, from the formula."""
+        assert self.reference.difference is not None and self.candidate.difference is not None
+        return self.reference.difference.relative_rms, self.candidate.difference.relative_rms
 
     @property
     def said(self) -> str:
         """One sentence for a person."""
-        sizes = f"reference {self.reference.relative_rms:.2g}, candidate {self.candidate.relative_rms:.2g} relative rms off it"
+        one, other = self.off
+        sizes = f"reference {one:.2g}, candidate {other:.2g} relative rms off it"
         return {
-            "candidate": f"the formula of {self.key}, written out in float64, sides with the candidate: the reference is wrong here ({sizes})",
-            "reference": f"the formula of {self.key}, written out in float64, sides with the reference ({sizes})",
-            "both": f"both sides follow the formula of {self.key} on their own inputs and weights: the difference came in from before ({sizes})",
-            "neither": f"neither side follows the formula of {self.key} ({sizes}): both are wrong, or the formula is not this model's",
+            "candidate": f"Its formula, written out in float64, sides with the candidate ({sizes}).",
+            "reference": f"Its formula, written out in float64, sides with the reference ({sizes}).",
+            "both": f"Both sides follow its formula, written out in float64, on their own inputs ({sizes}): the difference came in from before.",
+            "neither": f"Neither side follows its formula, written out in float64 ({sizes}): both are wrong, or it is not this model's.",
         }[self.sides_with]
-
-
-def arbitrate(key: str, made_by: Recipe, reference: Spoken, candidate: Spoken, segments: Sequence[int], tolerance: Tolerance) -> Opinion:
-    """The formula's opinion.  `segments` are the lengths of the sequences that the tokens belong to."""
-
-    def off(side: Spoken) -> Difference:
-        wanted = made_by.formula(side.inputs, side.weights, segments)
-        return measure(wanted.reshape(len(wanted), -1), side.output.detach().double().reshape(len(side.output), -1))
-
-    return Opinion(key, off(reference), off(candidate), tolerance)
 
 
 @dataclass(frozen=True, slots=True)
 class Arbiter:
-    """The formulas of one model.  text: config.json's text_config"""
+    """The formulas of one model.  weight  reads a tensor of the reference by its canonical name"""
 
     dims: Dimensions
-    text: Mapping[str, Any]
+    sources: Sources
+    weight: Get
 
-    def recipe(self, key: str) -> Recipe:
-        """Raises UsageError for a key that no formula makes."""
-        found = recipe(key, self.dims, self.text)
-        if found is None:
-            raise UsageError(f"no formula makes {key}")
-        return found
+    @classmethod
+    def of(cls, directory: HuggingFaceDirectory, family: Family, dims: Dimensions, given: Mapping[str, torch.Tensor]) -> Arbiter:
+        """Of a directory; `given` are tensors that the reference was given in the place of those on disk (a row that rounds)."""
+        rules = family.rules(dims, "slime", directory.names, mtp=False)
+
+        def weight(name: str) -> torch.Tensor:
+            return given[name] if name in given else directory.read(name)
+
+        return cls(dims, Sources.of(rules), weight)
+
+    def recipe(self, key: str) -> Recipe | None:
+        return recipe(key, self.dims, self.sources)
 
     def opinion(
-        self, key: str, segments: Sequence[int], tolerance: Tolerance, reference: tuple[Get, Get], candidate: tuple[Get, Get]
-    ) -> Opinion:
-        """Takes a side at `key`; each side is (its recording by key, its weights by Hugging Face name)."""
+        self, key: str, segments: Sequence[int], tolerance: Tolerance, dtype: torch.dtype, reference: Spoken, candidate: Spoken
+    ) -> Opinion | None:
+        """Takes a side at `key`; None where no formula makes it.  `segments` are the lengths of the sequences, `dtype` both sides'."""
         made_by = self.recipe(key)
-        sides = [
-            Spoken([said(one) for one in made_by.inputs], [weight(one) for one in made_by.weights], said(key))
-            for said, weight in (reference, candidate)
-        ]
-        return arbitrate(key, made_by, sides[0], sides[1], segments, tolerance)
+        if made_by is None:
+            return None
+        weights = [self.weight(name).to(dtype) for name in made_by.weights]
+
+        def off(side: Spoken) -> Judged:
+            inputs, output = side
+            wanted = made_by.formula([inputs(one) for one in made_by.inputs], weights, segments)
+            wanted = wanted.reshape(len(wanted), -1)
+            said = output.detach().double().reshape(len(output), -1)[:, : wanted.shape[1]]  # but for rows that pad the vocabulary
+            return judged(key, wanted, said, measure(wanted, said), tolerance)
+
+        return Opinion(off(reference), off(candidate))

@@ -87,7 +87,7 @@ class CandidateRun:
     def fed(self, batch: Batch) -> torch.Tensor:
         """Token ids [b s]: prompts repeated to a multiple of dp, as long as the longest, up to a multiple of tp under --sp."""
         dp, tp = self.parallel.dp, self.parallel.tp if self.parallel.sp else 1
-        return batch.ids(-(-len(batch.rows) // dp) * dp, -(-max(batch.lengths) // tp) * tp)
+        return batch.ids(-(-len(batch.rows) // dp) * dp, -(-max(batch.width, *batch.lengths) // tp) * tp)
 
     def build(self) -> list[str]:
         """Builds, loads, patches.  Returns the parameters that the checkpoint had nothing for."""

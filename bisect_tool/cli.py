@@ -81,6 +81,7 @@ def _stages(_context: click.Context, _option: click.Parameter, text: str | None)
 @click.option(
     "--dtype", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True, help="fp32: same function? bf16: same rounding?"
 )
+@click.option("--padding", type=click.Choice(["right", "left"]), default="right", show_default=True, help="Where prompts are padded.")
 @click.option("--device", default="cpu", show_default=True, help="Where both sides compute.")
 @click.option("--candidate-patch", type=DIRECTORY, help="A patch.py whose patch(model, parallel) is run on the built candidate.")
 @spec_option
@@ -112,6 +113,7 @@ def run(prompts: str, reference: Path | None, candidate: Path | None, parallel: 
         dtype=options["dtype"],
         device=options["device"],
         patch=options["candidate_patch"],
+        left=options["padding"] == "left",
         spec=options["spec"],
         stages=options["stages"],
         everything=options["all_stages"],

@@ -18,6 +18,7 @@ from bisect_hooks.parallel import Parallel
 from bisect_hooks.site import Site, parse_site
 from bisect_hooks.tap import split_key
 
+from bisect_tool import choices
 from bisect_tool.align import Aligned, Mismatch, align
 from bisect_tool.cuts import TokenCut, feature_axes, parallel_of, sequence_axes, token_cut
 from bisect_tool.faults import Fault, Finding, Relation, group, span
@@ -122,11 +123,13 @@ class Comparison:
         return None
 
     def _unwritten(self, found: Free) -> Finding | None:
-        """Rows that hold nothing, or one value, where what is computed from them does not show it."""
-        for key, rows in found.garbage.items():
+        """Rows that hold nothing, one value, or what was never made of their inputs, where what is computed from them does not show it."""
+        for key, rows in (found.garbage | found.strange).items():
             site, name = parse_site(split_key(key)[0]), site_name(key)
             before = self.run.sources(site, found)
             rows = rows & ~_any_of(rows, [other for other in found.garbage if site_name(other) in before], found.garbage)
+            if key in found.strange and not self._not_made_there(site, rows, before, found):
+                continue
             behind = [other for other in found.judged if name in self.run.sources(parse_site(site_name(other)), found)]
             if not bool(rows.any()) or any(self._wrong(other, rows) for other in behind):
                 continue
@@ -135,8 +138,9 @@ class Comparison:
             tokens = rows.nonzero().flatten().tolist()
             where = self._rows_of(tokens)
             difference = measure(*self.run.pair(key))
+            held = "have nothing to do with what enters" if key in found.strange else "hold no numbers or one value throughout"
             text = (
-                f"Capture fault at {site}: {len(tokens)} of {len(rows)} rows ({where}) hold no numbers or one value throughout, and what follows "
+                f"Capture fault at {site}: {len(tokens)} of {len(rows)} rows ({where}) {held}, and what follows "
                 "does not show it: nobody wrote them."
             )
             do = "Look at what fills the rows of cached or padded positions; record with the prefix cache off."
@@ -152,6 +156,19 @@ class Comparison:
                 shape=shape,
             )
         return None
+
+    def _not_made_there(self, site: Site, rows: torch.Tensor, before: set[str], found: Free) -> bool:
+        """Whether rows can't have come out of their site: what enters agrees, and what follows too; a head is the same for every row."""
+        entered = [key for key in found.judged if site_name(key) in before and key in self.candidate]
+        if word(site) == "attention.rope":
+            return False  # a whole segment turned further gives the same attention
+        followed = any(str(site) in self.run.sources(parse_site(name), found) for name in found.level)
+        return (
+            bool(rows.any())
+            and bool(entered)
+            and (followed or site.module == "lm_head")
+            and not any(self._wrong(key, rows) for key in entered)
+        )
 
     def _wrong(self, key: str, rows: torch.Tensor) -> bool:
         reference, candidate = self.run.pair(key)
@@ -306,6 +323,9 @@ class Comparison:
             notes.append(
                 f"routing: {flips} choices flip, each as the candidate's own logits say; from there on {left} of {len(self.index)} tokens are compared"
             )
+        if "lm_head" in found.judged and bool(found.alive.any()):
+            reference, candidate = self.run.pair("lm_head")
+            notes += [one for one in (choices.next_tokens(reference[found.alive], candidate[found.alive]),) if one]
         if found.made and len(found.level) > 1:
             behind = sum(level > 1 for level in found.level.values()) - len(found.made)
             apart = "and are not judged apart: nothing can be grafted into a recording"

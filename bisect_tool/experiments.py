@@ -1,26 +1,31 @@
 """What decides the class of a located drift, and what proves it.  Every experiment has a control that must not cure.
 
-Order (contract rule 4): are the bytes in the file what the table makes of the reference, and does putting the reference's weights
-in place remove the drift (conversion)?  Is it gone on one rank (parallel)?  Else it is the model's definition, and if setting one
-argument as config.json has it removes the drift, that argument is named.
+Order (contract rule 4): does the formula side with the candidate (reference)?  Are the bytes in the file what the table makes of
+the reference, and does putting the reference's weights in place remove the drift (conversion)?  Is it gone on one rank (parallel),
+and which axis has to be taken away?  Else it is the model's definition, and if setting one argument as config.json has it removes
+the drift, that argument is named.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from bisect_hooks.errors import BisectError, UsageError
+from bisect_hooks.parallel import Parallel
 from bisect_hooks.site import Site
 from bisect_hooks.table import Made, Rule
 
+from bisect_tool.arbiter import Arbiter, Opinion
 from bisect_tool.audit import Auditor
 from bisect_tool.config_check import Mismatch, config_relation, explanation
 from bisect_tool.faults import Finding, Proof, Relation
 from bisect_tool.flow import site_name, word
-from bisect_tool.forward import Bench, Located, Pass
+from bisect_tool.forward import Bench, Located, Pass, handed_to
 from bisect_tool.judge import Verdict
 from bisect_tool.recording import in_order
+from bisect_tool.reference import base_grafts, tolerance_of
 
 # computations whose numbers come straight from a tensor of another part
 WEIGHTS_OF = {"linear_attention.decay": ("linear_attention.a_log", "linear_attention.dt_bias"), "attention_gate": ("attention.qkv",)}
@@ -35,18 +40,77 @@ class Lab:
     auditor: Auditor
     reference: Path
     mismatches: Sequence[Mismatch]
+    arbiter: Arbiter | None = None
+    padded_right: Callable[[], Bench] | None = None
     probes: list[str] = field(default_factory=list)
+    opinions: dict[Site, Opinion] = field(default_factory=dict)
 
     def decide(self, findings: dict[Site, Finding]) -> dict[Site, Finding]:
         """Findings by located site, each with class, relation where one is known, and proof."""
         open_sites = dict(findings)
         decided: dict[Site, Finding] = {}
-        for step in (self._conversion, self._parallel, self._config, self._definition):
+        for step in (self._reference, self._conversion, self._parallel, self._padding, self._config, self._definition):
             if open_sites:
                 found = step(open_sites)
                 decided |= found
                 open_sites = {site: finding for site, finding in open_sites.items() if site not in found}
-        return decided | open_sites
+        return {site: self._with_opinion(site, finding) for site, finding in (decided | open_sites).items()}
+
+    # -- reference ------------------------------------------------------------------------------------------------------------
+
+    def _reference(self, findings: Mapping[Site, Finding]) -> dict[Site, Finding]:
+        """Which side follows the formula?  A candidate that does while the reference does not is cleared."""
+        if self.arbiter is None:
+            return {}
+        opinion = self._opinion(self.arbiter)
+        self.opinions = {site: one for site in findings if (one := opinion(self.located.sites[site].key)) is not None}
+        sides = [one.sides_with for one in self.opinions.values()]
+        shown = ", ".join(f"{which} {sides.count(which)}" for which in ("reference", "candidate", "both", "neither") if which in sides)
+        without = len(findings) - len(sides)
+        self.probes.append(
+            f"formulas in float64 of the located sites side with: {shown or 'nobody'}" + (f"; {without} have none" if without else "")
+        )
+        decided = {}
+        controls = self._controls(findings)
+        for site, one in self.opinions.items():
+            if one.sides_with == "candidate":
+                before, after = one.off
+                neighbour = opinion(controls[site])
+                kept = f"{neighbour.off[0]:.2g} and {neighbour.off[1]:.2g}" if neighbour else "it has none"
+                proof = Proof(
+                    f"compute {self.located.sites[site].key} by its formula in float64 from each side's own inputs; the reference is off, the candidate is not",
+                    before, after, f"the formula of {controls[site]}, where the two agree: {kept} off",
+                )  # fmt: skip
+                decided[site] = replace(findings[site], cls="reference", proof=proof)
+        return decided
+
+    def _opinion(self, arbiter: Arbiter) -> Callable[[str], Opinion | None]:
+        """What the formula of a key says of the two sides of a grafted run, each on its own inputs."""
+        recording, run, first = self.bench.recording, self.bench.run, self.located.first
+        grafts = base_grafts(self.bench.dims)
+        said = run.record((recording.path, grafts))
+        handed = handed_to(said, set(grafts), recording)
+
+        def opinion(key: str) -> Opinion | None:
+            output = said.tensors[key] if key in said.tensors else first.values[key][1] if key in first.values else None
+            if key not in recording or output is None or (run.batch.left and ".rope:" in key):
+                return None  # a formula counts positions from the first token
+            try:
+                return arbiter.opinion(
+                    key, recording.batch.lengths, tolerance_of(recording, key), run.dtype,
+                    (recording.__getitem__, recording[key]),
+                    (lambda one: recording[one] if one.endswith(":rows") else handed(one), output),
+                )  # fmt: skip
+            except BisectError:
+                return None  # a side has no such inputs
+
+        return opinion
+
+    def _with_opinion(self, site: Site, finding: Finding) -> Finding:
+        """What the formula said goes with every drift that no relation explains."""
+        if site not in self.opinions or finding.relation is not None:
+            return finding
+        return replace(finding, evidence=f"{finding.evidence} {self.opinions[site].said}".strip())
 
     # -- conversion -----------------------------------------------------------------------------------------------------------
 
@@ -107,13 +171,12 @@ class Lab:
         run = self.bench.run
         if run.parallel.one_rank:
             return {}
-        alone = replace(self.bench, run=replace(run, parallel=run.parallel.as_one_rank()))
-        alone.run.build()
-        result = alone.one_pass()
+        result = self._under(run.parallel.as_one_rank())
         cured = [site for site in findings if self._agrees(result, site)]
         self.probes.append(f"one rank instead of {run.parallel}: {len(cured)} of {len(findings)} located drift(s) gone")
         if not cured:
             return {}
+        without = self._by_axis(cured, result)
         run.build()
         control = self.bench.one_pass()
         decided = {}
@@ -122,8 +185,61 @@ class Lab:
                 f"run the same checkpoint on one rank instead of {run.parallel}", self._before(site), self._level(result, site),
                 f"built and run again under {run.parallel}: still {self._level(control, site):.2g}",
             )  # fmt: skip
-            decided[site] = replace(findings[site], cls="parallel", proof=proof)
+            gone = {axis: self._agrees(one, site) for axis, one in without.items()}
+            axes, evidence = at_fault(gone)
+            others = [axis for axis in without if not gone[axis]]
+            if len(without) > 1 and gone[axes[0]]:
+                one, other = run.parallel.without(axes[0]), others[0] if others else ""
+                proof = Proof(
+                    f"run the same checkpoint under {one} instead of {run.parallel}", self._before(site), self._level(without[axes[0]], site),
+                    f"under {run.parallel.without(other)} instead: still {self._level(without[other], site):.2g}" if other else proof.control,
+                )  # fmt: skip
+            decided[site] = replace(findings[site], cls="parallel", proof=proof, axes=axes, evidence=evidence)
         return decided
+
+    def _under(self, parallel: Parallel) -> Pass:
+        """The same checkpoint under another layout."""
+        other = replace(self.bench, run=replace(self.bench.run, parallel=parallel))
+        other.run.build()
+        return other.one_pass()
+
+    def _by_axis(self, sites: Sequence[Site], alone: Pass) -> dict[str, Pass]:
+        """The run with one axis of the layout taken away, for each axis; `alone` is the one on one rank."""
+        parallel, found = self.bench.run.parallel, dict[str, Pass]()
+        for axis in parallel.axes:
+            less = parallel.without(axis)
+            if less.one_rank:
+                found[axis] = alone
+                continue
+            try:
+                found[axis] = self._under(less)
+            except UsageError as error:
+                self.probes.append(f"{less} instead of {parallel} can't be run: {error.message}")
+                continue
+            cured = sum(self._agrees(found[axis], site) for site in sites)
+            self.probes.append(f"{less} instead of {parallel}: {cured} of {len(sites)} drift(s) that one rank cures gone")
+        return found
+
+    # -- padding --------------------------------------------------------------------------------------------------------------
+
+    def _padding(self, findings: Mapping[Site, Finding]) -> dict[Site, Finding]:
+        """Which drifts are gone when the same prompts are padded on the right?"""
+        if self.padded_right is None or not self.bench.run.batch.left:
+            return {}
+        result, control = self.padded_right().one_pass(), self.bench.one_pass()
+        cured = [site for site in findings if self._agrees(result, site)]
+        self.probes.append(f"padded on the right instead of the left: {len(cured)} of {len(findings)} located drift(s) gone")
+        relation = Relation("unknown", {"padding": "left"}, rule="padding")
+        return {
+            site: replace(
+                findings[site], cls="model-definition", relation=relation,
+                proof=Proof(
+                    "pad the same prompts on the right", self._before(site), self._level(result, site),
+                    f"padded on the left again: still {self._level(control, site):.2g}",
+                ),
+            )
+            for site in cured
+        }  # fmt: skip
 
     # -- model definition -----------------------------------------------------------------------------------------------------
 
@@ -207,3 +323,20 @@ class Lab:
 
     def _levels(self, site: Site, cured: Pass, control: Pass) -> tuple[float, float, float]:
         return self._before(site), self._level(cured, site), self._level(control, site)
+
+
+def at_fault(cured: Mapping[str, bool]) -> tuple[tuple[str, ...], str]:
+    """(axes that make a drift which one rank cures, a sentence on it), from whether taking each axis away cures it."""
+    axes = [axis for axis, gone in cured.items() if gone]
+    for inner, outer in (("sp", "tp"), ("vpp", "pp")):
+        if inner in axes and outer in axes:
+            axes.remove(outer)  # it went with the inner one
+    kept = [axis for axis, gone in cured.items() if not gone]
+    names, others = (" and ".join(axis.upper() for axis in some) for some in (axes, kept))
+    if len(cured) < 2:
+        return tuple(cured), ""
+    if not axes:
+        return tuple(kept), f"Taking away {others} one at a time cures nothing: more than one of them makes it by itself."
+    if len(axes) > 1:
+        return tuple(axes), f"Only {names} together make it: taking away any of them cures it."
+    return tuple(axes), f"{names} makes it: it is gone without it" + (f", and still there without {others}." if kept else ".")

@@ -23,7 +23,7 @@ def explanation(fault: Fault) -> tuple[str, str]:
     if first.relation is None:
         return _drift(fault)
     said, do = SENTENCES[first.relation.kind](first.relation.detail, first)
-    if first.relation.kind == "unknown" and first.tolerance is not None and first.shard.of == "run":
+    if first.relation.kind == "unknown" and not first.relation.rule and first.tolerance is not None and first.shard.of == "run":
         return _drift(fault)
     reference, candidate = first.between
     said = said.replace("the reference's", f"the {reference}'s").replace("the candidate", f"the {candidate}")
@@ -53,9 +53,12 @@ def _drift(fault: Fault) -> tuple[str, str]:
         "conversion": "The bytes differ and no known relation explains them: compare the tensors named here by hand.",
         "parallel": "The weights are right and one rank is right: look at how this layout cuts, places or reduces here.",
         "model-definition": "The weights are right, on one rank too: look at how the candidate defines this module (spec, flags).",
+        "reference": "The reference is wrong here, not the candidate: look at this module in transformers, or take another version of it.",
     }.get(first.cls or "", "Run again with the weights stage: it decides between conversion and definition.")
     seen = f" ({first.tripped})" if first.tripped else ""
-    return f"{where(fault)}: what it gives leaves the reference's by {size} relative rms{seen}, on the reference's own inputs.", do
+    other = "candidate" if first.cls == "reference" else "reference"
+    said = f"{where(fault)}: what it gives leaves the {other}'s by {size} relative rms{seen}, on the reference's own inputs."
+    return f"{said} {first.evidence}".rstrip(), do
 
 
 def _duplicate(detail: Mapping[str, Any], first: Finding) -> tuple[str, str]:
@@ -112,6 +115,11 @@ def _missing(detail: Mapping[str, Any], first: Finding) -> tuple[str, str]:
 
 
 def _unknown(detail: Mapping[str, Any], _first: Finding) -> tuple[str, str]:
+    if "padding" in detail:
+        return (
+            "what pads a row on the left leaks into its first tokens and all that remembers them; padded on the right it is right",
+            "Mask padding before the convolution and the recurrence (maxtext#5295), or pad on the right",
+        )
     said = (
         f"it is {detail['stored']} where the table makes {detail['expected']}"
         + (f", as heads {detail['head_width']} wide would have it (hidden size / heads?)" if "head_width" in detail else "")

@@ -58,6 +58,8 @@ class Finding:
     tripped     the row or column that says so, where the site as a whole does not
     shape       which tokens are wrong, where that is a clue
     candidates  the classes it may be, where the evidence does not decide
+    evidence    what an experiment says of it, as sentences
+    axes        the axes of the layout that make it, where taking them away cures it
     """
 
     cls: str | None
@@ -77,6 +79,8 @@ class Finding:
     tripped: str = ""
     shape: Mapping[str, Any] | None = None
     candidates: tuple[str, ...] = ("conversion", "model-definition", "parallel")
+    evidence: str = ""
+    axes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +136,8 @@ class Fault:
             page["class_candidates"] = list(first.candidates)
         if first.shape is not None:
             page["shape"] = dict(first.shape)
+        if first.axes:
+            page["axes"] = list(first.axes)
         return page
 
 

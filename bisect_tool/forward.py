@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from bisect_hooks.errors import BisectError, by_kind
@@ -18,6 +19,7 @@ from bisect_hooks.site import Site, parse_site
 from bisect_hooks.tap import split_key
 
 from bisect_tool.candidate import CandidateRun, Said
+from bisect_tool.cuts import token_cut
 from bisect_tool.faults import Finding
 from bisect_tool.flow import CURED_AT, in_place, site_name, upstream, word
 from bisect_tool.judge import Tolerance, Verdict, judge
@@ -25,6 +27,7 @@ from bisect_tool.measure import Difference, measure
 from bisect_tool.noise import Extreme, weigh
 from bisect_tool.recording import Recording, in_order
 from bisect_tool.reference import BEHIND_ROUTING, base_grafts, probe_inputs, tolerance_of
+from bisect_tool.shapes import shape_of, token_errors
 from bisect_tool.shards import Place, Shard, shard_of
 
 MOST_PASSES = 16
@@ -117,7 +120,7 @@ class Bench:
         said = self.run.record((self.recording.path, grafts))
         probes = self.run.probe(probe_inputs(self.recording, self.dims))
         result = Pass(replicas=said.replicas)
-        handed = _handed(said, set(grafts), self.recording)
+        handed = handed_to(said, set(grafts), self.recording)
         for key in expected_keys(self.recording, self.run.fused):
             result.judged[key] = self._judge(key, said, handed, probes, result)
         return result
@@ -292,7 +295,7 @@ def expected_keys(recording: Recording, fused: Collection[str] = ()) -> list[str
     return in_order([key for key in keys if site_name(key) not in fused])
 
 
-def _handed(said: Said, grafted: set[str], recording: Recording) -> Callable[[str], torch.Tensor]:
+def handed_to(said: Said, grafted: set[str], recording: Recording) -> Callable[[str], torch.Tensor]:
     """What the candidate's next module got: the graft where one is in place, else the candidate's own value."""
 
     def value(key: str) -> torch.Tensor:
@@ -392,7 +395,22 @@ def to_finding(bench: Bench, located: Located, site: Site) -> Finding:
     elif site.module == "output":
         named = replace(site, module="mlp")
     tolerance = replace(one.tolerance, source=f"{one.tolerance.source}; {one.tripped}") if one.tripped else one.tolerance
-    return Finding(None, named, located.shards[site], difference=one.difference, tolerance=tolerance, tripped=one.tripped)
+    return Finding(
+        None, named, located.shards[site], difference=one.difference, tolerance=tolerance, tripped=one.tripped,
+        shape=_shape(bench, located, one),
+    )  # fmt: skip
 
 
-__all__ = ["Bench", "Judged", "Located", "Pass", "expected_keys", "of_spec", "shows_at", "to_finding"]
+def _shape(bench: Bench, located: Located, one: Judged) -> dict[str, Any] | None:
+    """Which tokens are wrong, where that is a clue; None where it is nearly all of them, or where they are not compared one by one."""
+    values = next(result.values.get(one.key) for result in located.passes if result.judged.get(one.key) is one)
+    rows = bench.recording.provenance.rows
+    if values is None or one.key.endswith(".topk") or len(values[0]) != sum(map(len, rows)):
+        return None
+    parallel = bench.run.parallel.shown() | {"sp": bench.run.parallel.sp}
+    cut = token_cut(replace(bench.recording.provenance, parallel=parallel))
+    found = shape_of(token_errors(*values), one.tolerance.relative_rms, [len(row) for row in rows], cut)
+    return None if found.kind in ("everywhere", "scattered") else found.to_json()
+
+
+__all__ = ["Bench", "Judged", "Located", "Pass", "expected_keys", "handed_to", "of_spec", "shows_at", "to_finding"]

@@ -10,18 +10,20 @@ from bisect_hooks.hf import Reference, Tokenizer
 from bisect_hooks.site import Site, parse_site
 from bisect_hooks.tap import split_key
 
+from bisect_tool import choices
+from bisect_tool.arbiter import Arbiter
 from bisect_tool.candidate import CandidateRun, Said
 from bisect_tool.experiments import Lab
 from bisect_tool.faults import Finding
 from bisect_tool.forward import Bench, Located, expected_keys, of_spec, shows_at, to_finding
 from bisect_tool.judge import Verdict
 from bisect_tool.ladder import DTYPES, Job
-from bisect_tool.measure import measure
+from bisect_tool.measure import Difference, measure
 from bisect_tool.noise import MARGIN
 from bisect_tool.prompts import Batch
 from bisect_tool.ranks import WORLDS
 from bisect_tool.recording import Recording
-from bisect_tool.reference import answers_of, golden_reference, load_reference, recorded_reference, tolerance_of
+from bisect_tool.reference import answers_of, golden_reference, load_reference, recorded_reference, rounded_weights, tolerance_of
 from bisect_tool.report import StageResult
 from bisect_tool.shards import shard_of
 
@@ -44,7 +46,17 @@ def run_forward(job: Job, result: StageResult, answers: list[dict[str, str]]) ->
     located = bench.locate(lambda number, found: result.probes.append(_pass_line(number, found)))
     findings = {site: to_finding(bench, located, site) for site in located.sites}
     if findings:
-        lab = Lab(bench, located, job.sides.auditor("reference-candidate"), job.reference.path, job.mismatches)
+        given = rounded_weights(job.reference, job.family, job.dims, job.candidate.layout)[0]
+        arbiter = Arbiter.of(job.reference, job.family, job.dims, given)
+        lab = Lab(
+            bench,
+            located,
+            job.sides.auditor("reference-candidate"),
+            job.reference.path,
+            job.mismatches,
+            arbiter,
+            lambda: padded_right(job, bench),
+        )
         findings = lab.decide(findings)
         result.probes += lab.probes
     free = run.record()
@@ -52,6 +64,13 @@ def run_forward(job: Job, result: StageResult, answers: list[dict[str, str]]) ->
     _conclude(job, result, bench, located, findings, free)
     if result.faults:
         answers += [one for one in compare_answers(job, run, recorded.reference) if one["reference"] != one["candidate"]]
+
+
+def padded_right(job: Job, bench: Bench) -> Bench:
+    """The same prompts, padded on the right: what is wrong there too is not padding's."""
+    batch = job.batch.padded_right()
+    recorded = recorded_reference(job.reference, job.family, job.candidate.layout, DTYPES[job.dtype], job.device, batch)
+    return replace(bench, recording=recorded.recording, run=replace(bench.run, batch=batch))
 
 
 def _conclude(job: Job, result: StageResult, bench: Bench, located: Located, findings: dict[Site, Finding], free: Said) -> None:
@@ -92,11 +111,29 @@ def _conclude(job: Job, result: StageResult, bench: Bench, located: Located, fin
     if logits is not None:
         said = f"free-running, the logits differ by {logits.relative_rms:.1e}"
         result.notes.insert(2, said if job.dtype == "fp32" else f"{said}; {is_this_normal(job, recording, logits.relative_rms)}")
-    result.notes += flips(bench, located)
+    result.notes += flips(bench, located, free)
+    result.notes += disagreements(job, result, recording, logits)
     result.notes += [f"not compared: {key}: {why}" for key, why in list(located.incomparable.items())[:8]]
     result.notes += [f"differs behind another site and could not be cured apart from it: {name}" for name in located.unexplained[:4]]
     gap = located.incomparable or located.unexplained or not keys
     result.verdict = Verdict.DIFFERS if result.faults else Verdict.INCOMPARABLE if gap else Verdict.AGREES
+
+
+def disagreements(job: Job, result: StageResult, recording: Recording, logits: Difference | None) -> list[str]:
+    """Where the grafted and the free run do not say the same: drifts that later layers hide, and logits that no drift explains."""
+    last = Site("lm_head")
+    hidden = [fault.first.site for fault in result.faults if fault.first.shows_at is None and fault.first.site < last]
+    said = [
+        f"{site}: free-running, nothing behind it leaves the reference's own noise: these prompts do not show it, or later layers hide it"
+        for site in hidden[:3]
+    ]
+    allowed = tolerance_of(recording, "lm_head", free=True).relative_rms
+    if logits is not None and not result.faults and not logits.relative_rms <= allowed:
+        said.append(
+            f"the grafted run finds no drift, yet free-running the logits differ by {logits.relative_rms:.1e}, where the reference is up to "
+            f"{allowed / MARGIN:.1e} from itself: small differences add up in {job.dtype}, or meet in a way that no single layer shows"
+        )
+    return said
 
 
 def is_this_normal(job: Job, recording: Recording, candidate: float) -> str:
@@ -112,26 +149,18 @@ def is_this_normal(job: Job, recording: Recording, candidate: float) -> str:
     )
 
 
-def flips(bench: Bench, located: Located) -> list[str]:
-    """Experts chosen otherwise than by the reference: how many, and by how narrow a margin.  Judged by the rule, so this only tells."""
-    flipped, margins = 0, []
-    found = located.passes[-1].flips
-    for key, changed in found.items():
+def flips(bench: Bench, located: Located, free: Said) -> list[str]:
+    """Experts and next tokens chosen otherwise than by the reference: how many, and by how narrow a margin."""
+    ranked, found, recording = [], located.passes[-1].flips, bench.recording
+    for key in found:
         bias = key.replace("topk", "expert_bias")
-        logits = bench.recording[key.replace("topk", "logits")].float()
-        ranked = bench.run.family.route(logits, bench.dims, bench.recording[bias] if bias in bench.recording else None).ranked
-        top = ranked.topk(min(bench.dims.top_k + 1, ranked.shape[-1]), dim=-1).values
-        margin = top[:, bench.dims.top_k - 1] - top[:, -1]
-        margins.append(torch.stack([margin, torch.where(changed, margin, torch.nan)]))
-        flipped += int(changed.sum())
-    if not flipped:
-        return []
-    every, those = torch.cat(margins, 1)
-    most = float(those.nan_to_num(0).max())
-    by = f"where it preferred one expert to the next by {most:.1e} at most" if most else "all of them between experts that it ranked alike"
-    return [
-        f"routing: {flipped} of {every.numel()} choices of experts are not the reference's, {by} (usually by {float(every.median()):.1e})"
-    ]
+        logits = recording[key.replace("topk", "logits")].float()
+        ranked.append(bench.run.family.route(logits, bench.dims, recording[bias] if bias in recording else None).ranked)
+    said = [choices.routing(ranked, list(found.values()), bench.dims.top_k)]
+    if "lm_head" in free.tensors:
+        reference = recording["lm_head"]
+        said.append(choices.next_tokens(reference, free.tensors["lm_head"][..., : reference.shape[-1]], where=", free-running"))
+    return [one for one in said if one]
 
 
 def replicas(bench: Bench, located: Located) -> dict[Site, Finding]:

@@ -26,9 +26,11 @@ from bisect_tool.measure import measure
 from bisect_tool.noise import MARGIN
 from bisect_tool.recording import Recording, in_order
 from bisect_tool.reference import tolerance_of
+from bisect_tool.shapes import token_errors
 
 # structured drift is not noise and may grow faster: only far faster growth is a drift of its own
 BEHIND = MARGIN * MARGIN
+WIDE = 16
 HELPERS = ("experts.fc1:rows", "experts.fc2:rows", "shared_expert_gate:logit", "tokens")
 MIXED = ("attention.out_proj", "linear_attention.out_proj")
 # edges that a graft cuts and a free run has; what ends in a dot lies in the layer before
@@ -51,6 +53,7 @@ class Free:
     """What judging found.  `level` of a site is its difference in units of what is allowed; tokens count those still compared.
 
     flips    tokens whose routing differs, by layer · garbage  rows that nobody wrote, by key
+    strange  rows that differ, by key, where some have nothing to do with the reference's
     missing  expected and not compared · skipped  one side can't have it
     """
 
@@ -59,6 +62,7 @@ class Free:
     made: list[Site] = field(default_factory=list)
     flips: dict[int, int] = field(default_factory=dict)
     garbage: dict[str, torch.Tensor] = field(default_factory=dict)
+    strange: dict[str, torch.Tensor] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     alive: torch.Tensor = field(default_factory=lambda: torch.ones(0, dtype=torch.bool))
@@ -145,11 +149,9 @@ class FreeRun:
             if key.endswith(HELPERS):
                 continue
             why = next((why for name, why in absent.items() if name in (key, split_key(key)[0])), "")
-            if word(parse_site(split_key(key)[0])) in PROBED:
-                found.skipped["experts, one by one"] = (
-                    "they are probed on the same rows, which two recordings can't be; their sum is compared"
-                )
-            elif why == FUSED or key.endswith(".input"):
+            if _probed(key):
+                continue
+            if why == FUSED or key.endswith(".input"):
                 found.skipped[_kind(key)] = why or "the output of the layer before it"
             elif imported and not why and _kind(key) not in held:
                 found.skipped[_kind(key)] = "the imported dump has no such site in any layer"
@@ -159,7 +161,9 @@ class FreeRun:
         for key in candidate - reference:
             if not key.endswith(HELPERS):
                 found.skipped.setdefault(_kind(key), "the reference's recording has no such site")
-        return [key for key in in_order(reference & candidate) if not key.endswith(HELPERS)]
+        if any(map(_probed, reference)):
+            found.skipped["experts, one by one"] = "they are probed on the same rows, which two recordings can't be; their sum is compared"
+        return [key for key in in_order(reference & candidate) if not key.endswith(HELPERS) and not _probed(key)]
 
     def _judge(self, key: str, found: Free) -> Judged:
         tolerance = self.tolerance(key)
@@ -168,6 +172,8 @@ class FreeRun:
             rows = unwritten(candidate) & ~unwritten(reference)
             if bool(rows.any()):
                 found.garbage[key] = rows
+            elif bool(unlike(reference, candidate).any()):
+                found.strange[key] = token_errors(reference, candidate) > tolerance.relative_rms
             if not bool(found.alive.any()):
                 return Judged(key, Verdict.INCOMPARABLE, None, tolerance, "no token's routing agreed so far")
             difference = measure(reference[found.alive], candidate[found.alive])
@@ -257,6 +263,15 @@ def unwritten(tensor: torch.Tensor) -> torch.Tensor:
     return constant | ~flat.isfinite().all(-1)
 
 
+def unlike(reference: torch.Tensor, candidate: torch.Tensor) -> torch.Tensor:
+    """Rows that differ from the mean row in another way: a correlation under one half, where rows are wide enough to tell."""
+    r, c = (tensor.reshape(len(tensor), -1).double().nan_to_num() for tensor in (reference, candidate))
+    if r.shape[1] < WIDE:
+        return torch.zeros(len(r), dtype=torch.bool)
+    mean = r.mean(0)
+    return torch.nn.functional.cosine_similarity(r - mean, c - mean) < 0.5
+
+
 @cache
 def depth(name: str) -> int:
     """Steps from a layer's input to a site of it."""
@@ -266,6 +281,10 @@ def depth(name: str) -> int:
 def _kind(key: str) -> str:
     """A key without its layer."""
     return ".".join(key.split(".")[2:]) if key.startswith("layers.") else key
+
+
+def _probed(key: str) -> bool:
+    return word(parse_site(split_key(key)[0])) in PROBED
 
 
 def _eps(dtype: str) -> float:

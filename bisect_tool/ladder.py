@@ -44,6 +44,7 @@ class Job:
     """What a run was asked for, with everything it reads opened once.
 
     parallel   how the candidate is run now · converted  how it was converted, when flags say so
+    left       whether prompts are padded on the left
     """
 
     reference_path: Path
@@ -55,6 +56,7 @@ class Job:
     dtype: str = "fp32"
     device: str = "cpu"
     patch: Path | None = None
+    left: bool = False
     spec: tuple[str, str] | None = None
     stages: tuple[str, ...] = STAGES
     everything: bool = False
@@ -126,7 +128,8 @@ class Job:
 
         assert self.prompts is not None
         prompts = read_prompts(self.prompts, self.input_key)
-        return make_batch(prompts, lambda: Tokenizer(self.reference.path), vocabulary=self.dims.vocabulary, positions=self.dims.positions)
+        batch = make_batch(prompts, lambda: Tokenizer(self.reference.path), vocabulary=self.dims.vocabulary, positions=self.dims.positions)
+        return batch.padded_left() if self.left else batch
 
     @cached_property
     def gathered(self) -> Gathered:
@@ -233,14 +236,15 @@ def inputs_stage(job: Job, result: StageResult, *_: Any) -> None:
     """Are both sides given the same token ids?  Every data parallel rank's slice is put together again and compared."""
     run, batch = job.candidate_run(), job.batch
     fed = run.fed(batch)
-    unequal = [i for i, row in enumerate(batch.rows) if fed[i, : len(row)].tolist() != list(row)]
+    unequal = batch.pack(fed).tolist() != [token for row in batch.rows for token in row]
     if job.dims.vocabulary > run.dims.vocabulary:
         raise UsageError(f"the candidate's vocabulary has {run.dims.vocabulary} rows, the reference's {job.dims.vocabulary}")
     result.compared = {"tokens": batch.tokens, "ranks": run.parallel.world}
     result.verdict = Verdict.DIFFERS if unequal else Verdict.AGREES
     lengths = sorted(set(batch.lengths))
     result.notes.append(
-        f"{len(batch.rows)} prompts of lengths {span(lengths)}; padded to the right, padding is never compared; positions count from 0"
+        f"{len(batch.rows)} prompts of lengths {span(lengths)}; padded to the {'left' if batch.left else 'right'}, padding is never compared; "
+        f"positions count from 0{', padding counted' if batch.left else ''}"
     )
 
 

@@ -110,6 +110,20 @@ def gate_not_sliced(copy: Copy) -> None:
     copy.patch = UNSLICED_GATE_PATCH
 
 
+def scores_by_local_number(copy: Copy) -> None:
+    """A07: a pipeline stage scales attention scores by the number of the layer in the stage, not in the model."""
+    copy.keys("self_attention.linear_qkv.weight")
+    copy.patch = LOCAL_NUMBER_PATCH
+
+
+def rows_of_another_order(copy: Copy) -> None:
+    """E13: stale counts, so that an expert is handed its rows in another order; only where tokens travel over TP and EP."""
+    copy.keys(*EXPERTS)
+    if copy.parallel.tp == 1:
+        raise UsageError("E13 exists only with --tp and --ep above 1", hint="add --tp 2 --ep 2 --etp 1")
+    copy.patch = STALE_COUNTS_PATCH
+
+
 def biases_grouped_by_twice_the_heads(copy: Copy) -> None:
     """A05: q's biases handed to the KV groups two groups' worth of heads at a time, as if half of them were gates."""
     dims = copy.dims
@@ -290,6 +304,32 @@ def patch(model, parallel):
             layer.self_attention.get_query_key_value_tensors = partial(first_heads, layer.self_attention)
 '''
 
+LOCAL_NUMBER_PATCH = '''"""A07: attention scores are scaled for the local number of a layer; on the first stage that is the global one."""
+
+
+def patch(model, parallel):
+    for local, layer in enumerate(model.decoder.layers, 1):
+        core = getattr(layer.self_attention, "core_attention", None)
+        if core is not None:
+            core.softmax_scale *= local / layer.layer_number
+'''
+
+STALE_COUNTS_PATCH = '''"""E13: an expert's rows are split by stale counts, where tokens come over both tensor and expert parallel ranks."""
+
+
+def turned(expert, args):
+    rows, *rest = args
+    return (rows.roll(1, 0), *rest)
+
+
+def patch(model, parallel):
+    if parallel.tp == 1 or parallel.ep == 1:
+        return
+    for layer in model.decoder.layers:
+        for expert in getattr(getattr(layer.mlp, "experts", None), "local_experts", ()):
+            expert.register_forward_pre_hook(turned)
+'''
+
 BIASED_WEIGHTS_PATCH = '''"""T02: experts are weighted by score + bias, not by score."""
 
 import torch
@@ -324,6 +364,14 @@ PLANTS = (
     Plant(
         "A01", "code", "with more TP ranks than KV heads the output gate is not sliced like the query (Megatron-LM#3575)", gate_not_sliced
     ),
+    Plant(
+        "A07",
+        "code",
+        "stages behind the first scale attention scores by the local number of a layer (Megatron-LM !2592)",
+        scores_by_local_number,
+        "pp",
+    ),
+    Plant("E13", "code", "with TP and EP an expert is handed its rows in another order (Megatron-LM !2824)", rows_of_another_order, "ep"),
     Plant(
         "A05",
         "weights",

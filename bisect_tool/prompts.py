@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,21 @@ from bisect_hooks.errors import UsageError
 KEYS = ("input_ids", "prompt", "text", "messages")
 # tokens of one forward, padding counted: everything that is said in it is held at once
 FORWARD_TOKENS = 512
+# padding on the left goes up to the next multiple of this, whatever a layout wants sequences to divide by
+LEFT = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Token ids of every prompt.  Padded to the right when made a tensor; padding is never compared."""
+    """Token ids of every prompt.  Padded to the right when made a tensor, or to the left; padding is never compared.
+
+    width  the least length of a padded row: positions count from its start, so on the left it is the same in every part
+    """
 
     rows: tuple[tuple[int, ...], ...]
     pad: int = 0
+    left: bool = False
+    width: int = 0
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -36,31 +43,50 @@ class Batch:
     def digest(self) -> str:
         return hashlib.sha256(json.dumps(self.rows).encode()).hexdigest()
 
+    def padded_left(self) -> Batch:
+        """The same prompts with padding before every one of them."""
+        return replace(self, left=True, width=(max(self.lengths) // LEFT + 1) * LEFT)
+
+    def padded_right(self) -> Batch:
+        return replace(self, left=False, width=0)
+
+    def _real(self, row: int, length: int) -> slice:
+        """Where the real tokens of a row stand."""
+        count = len(self.rows[row % len(self.rows)])
+        return slice(length - count, length) if self.left else slice(0, count)
+
     def ids(self, rows: int = 0, length: int = 0) -> torch.Tensor:
         """[b s], prompts repeated to `rows` rows and padded to `length` when those are given."""
-        rows, length = max(rows, len(self.rows)), max(length, *self.lengths)
+        rows, length = max(rows, len(self.rows)), max(length, self.width, *self.lengths)
         padded = torch.full((rows, length), self.pad)
         for i in range(rows):
-            row = self.rows[i % len(self.rows)]
-            padded[i, : len(row)] = torch.tensor(row)
+            padded[i, self._real(i, length)] = torch.tensor(self.rows[i % len(self.rows)])
         return padded
 
-    def mask(self, length: int = 0) -> torch.Tensor:
+    def mask(self, length: int = 0, rows: int = 0) -> torch.Tensor:
         """[b s], 1 where a token is real."""
-        length = max(length, *self.lengths)
-        return torch.stack([(torch.arange(length) < n).long() for n in self.lengths])
+        rows, length = max(rows, len(self.rows)), max(length, self.width, *self.lengths)
+        mask = torch.zeros(rows, length, dtype=torch.long)
+        for i in range(rows):
+            mask[i, self._real(i, length)] = 1
+        return mask
 
     def pack(self, padded: torch.Tensor) -> torch.Tensor:
         """[b s ...] → [tokens ...]: real tokens only, prompt after prompt; repeated prompts are dropped."""
-        return torch.cat([padded[i, :n] for i, n in enumerate(self.lengths)])
+        return torch.cat([padded[i, self._real(i, padded.shape[1])] for i in range(len(self.rows))])
 
     def unpack(self, packed: torch.Tensor, rows: int, length: int) -> torch.Tensor:
-        """[tokens ...] → [b s ...], with prompts repeated to `rows` and zeros on padding."""
+        """[tokens ...] → [b s ...], with prompts repeated to `rows`.
+
+        Padding behind a row is zero, which nothing real can see; before a row it is what the first token has, which nothing may see.
+        """
         padded = packed.new_zeros(rows, length, *packed.shape[1:])
         parts = packed.split(list(self.lengths))
         for i in range(rows):
             part = parts[i % len(parts)]
-            padded[i, : len(part)] = part
+            if self.left:
+                padded[i] = part[0]
+            padded[i, self._real(i, length)] = part
         return padded
 
     def parts(self, most: int) -> list[tuple[int, Batch]]:
@@ -68,15 +94,15 @@ class Batch:
         parts: list[list[tuple[int, ...]]] = []
         widest = 0
         for row in self.rows:
-            widest = max(widest, len(row))
+            widest = max(widest, self.width, len(row))
             if not parts or (len(parts[-1]) + 1) * widest > most:
                 parts.append([])
-                widest = len(row)
+                widest = max(self.width, len(row))
             parts[-1].append(row)
         starts = [0]
         for rows in parts[:-1]:
             starts.append(starts[-1] + sum(map(len, rows)))
-        return [(start, Batch(tuple(rows), self.pad)) for start, rows in zip(starts, parts, strict=True)]
+        return [(start, replace(self, rows=tuple(rows))) for start, rows in zip(starts, parts, strict=True)]
 
     def where(self, token: int) -> tuple[int, int]:
         """(prompt, position) of a packed token."""

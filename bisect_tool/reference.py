@@ -62,6 +62,15 @@ def load_reference(
     """The model, with the table's lossy rows applied; and a note for each kind of row that rounds, with its size."""
     dims = family.reference_dimensions(directory.config)
     reference = Reference(directory.path, family, dims, dtype, torch.device(device))
+    rounded, notes = rounded_weights(directory, family, dims, layout)
+    reference.put(rounded)
+    return reference, notes
+
+
+def rounded_weights(
+    directory: HuggingFaceDirectory, family: Family, dims: Dimensions, layout: CheckpointLayout
+) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """What the table's lossy rows leave of the reference's tensors, and a note for each kind of them."""
     rounded: dict[str, torch.Tensor] = {}
     worst: dict[str, float] = {}
     for rule in family.rules(dims, layout, directory.names, mtp=False):
@@ -71,13 +80,11 @@ def load_reference(
             rounded |= dict(zip(rule.references, after, strict=True))
             kind = f"{rule.site.module}.{rule.site.part}"
             worst[kind] = max(worst.get(kind, 0.0), *(measure(b, a).relative_rms for b, a in zip(before, after, strict=True)))
-    reference.put(rounded)
-    notes = [
+    return rounded, [
         f"{kind}: the {layout} layout stores it rounded (relative rms up to {size:.1e}); the reference was run through the same rounding"
         for kind, size in worst.items()
         if size > 0
     ]
-    return reference, notes
 
 
 def record_reference(
@@ -136,7 +143,7 @@ def recorded_reference(
     """The reference recorded once a process: like ranks, it is kept for whoever judges several candidates against it."""
     files = sorted({stored.pieces[0].file for stored in directory.stored.values()} | {directory.path / "config.json"})
     stamp = tuple((str(file.resolve()), file.stat().st_mtime_ns, file.stat().st_size) for file in files)
-    key = (stamp, layout, dtype, device, batch.rows)
+    key = (stamp, layout, dtype, device, batch)
     if key not in _RECORDED:
         _RECORDED.clear()
         reference, notes = load_reference(directory, family, layout, dtype, device)
@@ -171,6 +178,7 @@ def golden_reference(
     wrong = [
         *([f"of {come.family}, the reference is a {family.name}"] if come.family != family.name else []),
         *([f"in {come.dtype}, --dtype asks for {asked}"] if come.dtype != asked else []),
+        *(["of rows padded on the right"] if batch.left else []),
         *([f"of {len(come.rows)} other prompts ({recording.batch.tokens} tokens)"] if come.rows != batch.rows else []),
         *([f"for {come.layout} checkpoints, and the {layout} layout rounds some weights"] if come.layout != layout and rounds else []),
     ]

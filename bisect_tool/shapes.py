@@ -14,13 +14,17 @@ from bisect_tool.faults import span
 
 # of what is said to be confined to a segment's first tokens, at most this part of the segment may be wrong
 SHORT = 0.25
+# tokens of a segment from which one can tell whether an error grows
+ENOUGH = 8
+# so many tokens behind a boundary are named one by one, where those after them are right again
+SPAN = 4
 # a rank correlation of error and position from which an error is said to grow
 GROWS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """kind is one of: everywhere, scattered, segments, start, from-token, grows, chunks, cp-ranks, chunk-ends, permuted.
+    """kind is one of: everywhere, scattered, segments, start, span, from-token, grows, chunks, cp-ranks, chunk-ends, permuted.
 
     weights_are_right  tokens computed with the same weights in the same way are right, so no weight is at fault
     """
@@ -107,8 +111,12 @@ def _inside(errors: torch.Tensor, bad: Sequence[int], wrong: torch.Tensor, lengt
         text = f"only in the first {reach} token{'s' if reach > 1 else ''} of a segment" if reach > 1 else "only in the first token"
         return Shape("start", text, {"tokens": reach}, weights_are_right=True)
     if start > 1 and len(firsts) == 1 and all(length <= start for length in clean):
+        last = max(lasts.values())
+        if last < min(start + SPAN, *(lengths[i] - 1 for i in bad)):
+            text = f"only at token {start}" if last == start else f"only at tokens {start} to {last}"
+            return Shape("span", text, {"token": start, "last": last}, weights_are_right=True)
         return Shape("from-token", f"starts at token {start}", {"token": start}, weights_are_right=True)
-    growth = min(_growth(one) for one in sizes.values())
+    growth = min((_growth(one) for one in sizes.values() if len(one) >= ENOUGH), default=0.0)
     if (start == 1 and growth > 0) or growth > GROWS:
         zero = ", zero at position 0" if start >= 1 else ""
         return Shape("grows", f"grows with position{zero}", {"from": start})
@@ -122,9 +130,7 @@ def _inside(errors: torch.Tensor, bad: Sequence[int], wrong: torch.Tensor, lengt
 
 
 def _growth(errors: torch.Tensor) -> float:
-    """The rank correlation of error and position, 0 for too few tokens to tell."""
-    if len(errors) < 8:
-        return 0.0
+    """The rank correlation of error and position."""
     _, which, count = errors.unique(return_inverse=True, return_counts=True)
     if len(count) == 1:
         return 0.0

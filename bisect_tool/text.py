@@ -89,6 +89,9 @@ def _fault(fault: Mapping[str, Any], number: int) -> list[str]:
         if names[side]:
             more = f" and {len(names[side]) - 2} more" if len(names[side]) > 2 else ""
             lines += _wrapped(f"  {word}", ", ".join(names[side][:2]) + more)
+    shape = fault.get("shape")
+    if shape and shape["text"] not in fault["explanation"]:
+        lines += _wrapped("  tokens", shape["text"])
     if fault["shows_at"]:
         lines += _wrapped("  shows at", fault["shows_at"])
     if fault["proof"]:

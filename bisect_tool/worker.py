@@ -139,7 +139,8 @@ class Rank:
         """
         candidate, parallel = self.here, self.here.parallel
         batch = ids.shape[0] // parallel.dp
-        local = ids[candidate.at.dp * batch : (candidate.at.dp + 1) * batch]
+        own_rows = slice(candidate.at.dp * batch, (candidate.at.dp + 1) * batch)
+        local, real = ids[own_rows], rows.mask(ids.shape[1], len(ids))[own_rows].bool()
         sizes = {"b": batch, "s": ids.shape[1] // (parallel.tp if parallel.sp else 1)}
         values = {}
         if graft is not None:
@@ -148,7 +149,9 @@ class Rank:
             own = slice(start, start + rows.tokens)
             values = {key: rows.unpack(recording[key][own], *ids.shape) for key in graft[1] if key in here}
         with drive.listening_to_experts(candidate) as dispatched:
-            heard = drive.record(candidate, local, candidate.taps, Graft(values, candidate.at, sizes, parallel))
+            heard = drive.record(
+                candidate, local, candidate.taps, Graft(values, candidate.at, sizes, parallel), ~real if rows.left else None
+            )
         tensors = {tap.id: heard.one(tap) for tap in candidate.taps}
         for (layer, expert), (tokens, probabilities) in dispatched.items():
             tensors[f"dispatch|{layer}|{expert}|rows"] = tokens

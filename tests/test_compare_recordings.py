@@ -181,6 +181,22 @@ def test_a_recording_with_rows_that_nobody_wrote_d08(value: float, reference: Pa
     assert fault["shape"]["text"] == "row 1, positions 0 to 31"
 
 
+@pytest.mark.parametrize("key", ["lm_head", "layers.2.input_norm"])
+def test_a_recording_with_stale_rows_d08(key: str, reference: Path, written: Written, tmp_path: Path) -> None:
+    """The same, where the memory held something: another row's values."""
+
+    def stale(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat([tensor[:16], tensor[80:96], tensor[32:]]) if name == key else tensor
+
+    said = written.run(ROWS)
+    said[key] = stale(key, said[key])
+    fault = only_fault(judged(reference, write_ranks(tmp_path / "ranks", said, ROWS, Parallel())))
+    assert place(fault)[0] == "capture"
+    assert fault["site"] == key
+    assert fault["shape"]["text"] == "row 1, positions 0 to 15"
+    assert "have nothing to do with what enters" in fault["explanation"]
+
+
 def test_a_recording_whose_replicas_disagree_is_not_compared(reference: Path, written: Written, tmp_path: Path) -> None:
     def one_rank_apart(rank: int, tensors: dict[str, torch.Tensor]) -> None:
         if rank == 1:
@@ -191,8 +207,11 @@ def test_a_recording_whose_replicas_disagree_is_not_compared(reference: Path, wr
     assert place(fault) == ("capture", 2, "router", "logits")
 
 
-def test_a_rope_base_of_another_model_grows_with_position_p01(reference: Path, written: Written, tmp_path: Path) -> None:
-    fault = only_fault(judged(reference, write_ranks(tmp_path / "ranks", written.run(ROWS, Errors(base=1e4)), ROWS, Parallel())))
+@pytest.mark.parametrize(
+    "errors", [pytest.param(Errors(base=1e4), id="P01-another-base"), pytest.param(Errors(width=32), id="P03-all-of-each-head")]
+)
+def test_a_recording_with_another_rotation_grows_with_position(errors: Errors, reference: Path, written: Written, tmp_path: Path) -> None:
+    fault = only_fault(judged(reference, write_ranks(tmp_path / "ranks", written.run(ROWS, errors), ROWS, Parallel())))
     assert place(fault) == ("model-definition", 3, "attention", "rope")
     assert fault["shape"]["text"] == "grows with position, zero at position 0"
 

@@ -146,6 +146,20 @@ def test_ids_are_padded_to_the_right_and_repeated() -> None:
     assert batch.mask(4).tolist() == [[1, 1, 1, 0], [1, 0, 0, 0]]
 
 
+def test_padding_on_the_left_stands_before_every_row_and_is_loud() -> None:
+    batch = Batch(((1, 2, 3), (4,)), pad=9).padded_left()
+    assert batch.ids().tolist() == [[9] * 13 + [1, 2, 3], [9] * 15 + [4]]
+    assert batch.mask(rows=3).tolist() == [[0] * 13 + [1, 1, 1], [0] * 15 + [1], [0] * 13 + [1, 1, 1]]
+    padded = batch.unpack(torch.tensor([[1.0], [2.0], [3.0], [4.0]]), 2, 16)
+    assert padded[:, 0].tolist() == [[1.0], [4.0]]
+    assert batch.pack(padded).flatten().tolist() == [1, 2, 3, 4]
+    # a row has the same positions in whatever part it is run
+    assert [part.ids().shape[1] for _, part in batch.parts(1)] == [16, 16]
+    assert [len(part.rows) for _, part in batch.parts(32)] == [2]
+    assert batch.padded_right() == Batch(((1, 2, 3), (4,)), pad=9)
+    assert len(Batch((tuple(range(16)),)).padded_left().ids()[0]) == 32
+
+
 @repeatable
 @given(ROWS, st.integers(0, 3), st.integers(0, 3))
 def test_what_is_packed_unpacks_to_the_same(rows: tuple[tuple[int, ...], ...], more_rows: int, more_length: int) -> None:

@@ -32,6 +32,8 @@ def errors(*wrong: tuple[int, range]) -> torch.Tensor:
         ([(1, range(3)), (2, range(3))], "segments", "only in segments 1 and 2, there only in the first 3 tokens of a segment"),
         ([(i, range(3)) for i in range(3)], "start", "only in the first 3 tokens of a segment"),
         ([(1, range(64, 100)), (2, range(64, 80))], "from-token", "starts at token 64"),
+        ([(1, range(64, 65)), (2, range(64, 65))], "span", "only at token 64"),
+        ([(1, range(64, 67)), (2, range(64, 66))], "span", "only at tokens 64 to 66"),
         ([(0, range(5, 6)), (1, range(40, 42))], "scattered", "on 3 of 196 tokens"),
     ],
 )
@@ -45,6 +47,8 @@ def test_an_error_that_grows_with_position_is_told_from_one_that_is_everywhere()
     position = torch.cat([torch.arange(n) for n in LENGTHS]).double()
     assert shape_of(position / 100, 1e-3, LENGTHS).text == "grows with position, zero at position 0"
     assert shape_of(0.5 + position / 100, 1e-3, LENGTHS).text == "grows with position"
+    short = torch.cat([torch.arange(n) for n in (1, 7, 70)]).double()
+    assert shape_of(short / 100, 1e-3, (1, 7, 70)).text == "grows with position, zero at position 0"
     noise = torch.rand(len(position), generator=torch.Generator().manual_seed(0)).double() + 1
     assert shape_of(noise, 1e-3, LENGTHS).kind == "everywhere"
 

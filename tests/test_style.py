@@ -66,7 +66,7 @@ OFFERED = {
             "--launch",
             "--out",
         ),
-        "--prompts",
+        *("--padding", "--prompts"),
         *("--reference", "--spec", "--stages", "--strict"),
         *PARALLEL,
         *ROLLOUT,

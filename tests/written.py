@@ -27,6 +27,7 @@ Said = dict[str, torch.Tensor]
 class Errors:
     """What is done wrong.  Segments are those that each part believes in; None is right.
 
+    base, width  of the rotation; width is how much of each head is turned
     order   tokens as the linear attention of a layer sees them, put back afterwards
     finish  what becomes of every value where it is made (key, value → value)
     weight  what becomes of every weight (name, value → value)
@@ -36,6 +37,7 @@ class Errors:
     state: Sequence[int] | None = None
     positions: torch.Tensor | None = None
     base: float | None = None
+    width: int | None = None
     order: torch.Tensor | None = None
     finish: Callable[[str, torch.Tensor], torch.Tensor] = lambda _key, value: value
     weight: Callable[[str, torch.Tensor], torch.Tensor] = lambda _name, value: value
@@ -112,10 +114,13 @@ class _Pass:
         turned: list[torch.Tensor] = []
         for name, one in (("q", q), ("k", k)):
             normed = self.norm(f"{key}.{name}_norm", one, f"{own}.{name}_norm.weight")
-            turned.append(self.say(f"{key}.rope:{name}", f.rope(normed, positions, self.errors.base or self.model.base, self.model.width)))
+            turned.append(self.say(f"{key}.rope:{name}", self.turned(normed, positions)))
         core = self.say(f"{key}.core", f.attention(turned[0], turned[1], v, self.segments)).reshape(len(x), -1)
         gated = self.say(f"{key.replace('attention', 'attention_gate')}", f.gate(core, gate.reshape(len(x), -1)))
         return self.project(f"{key}.out_proj", gated, f"{own}.o_proj")
+
+    def turned(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return f.rope(x, positions, self.errors.base or self.model.base, self.errors.width or self.model.width)
 
     def linear(self, key: str, source: str, x: torch.Tensor) -> torch.Tensor:
         dims, own, errors = self.dims, f"{source}.linear_attn", self.errors

@@ -16,15 +16,18 @@ from bisect_hooks.mcore import Candidate
 from bisect_hooks.tap import Graft, Heard, Tap, find, listening
 
 
-def forward(candidate: Candidate, ids: torch.Tensor) -> torch.Tensor | None:
+def forward(candidate: Candidate, ids: torch.Tensor, padding: torch.Tensor | None = None) -> torch.Tensor | None:
     """ids [b s] of this data parallel rank → logits [s b v/tp] on the last stage, None before it.
 
+    padding  [b s] what comes before a row and must not be seen; positions count it, as megatron-core's rope does
     Stages are driven by hand: megatron-core's schedule allocates on CUDA (pipeline_parallel/schedules.py:2138).
     """
     batch, length = ids.shape
     ids = ids.to(candidate.device)
     position_ids = torch.arange(length, device=candidate.device).expand(batch, -1)
     mask = torch.ones(length, length, dtype=torch.bool, device=candidate.device).triu(1).expand(1, 1, -1, -1)
+    if padding is not None:
+        mask = mask | padding.to(candidate.device)[:, None, None, :]
     rows = length // candidate.parallel.tp if candidate.parallel.sp else length
     with running_on(candidate.device), torch.no_grad():
         for chunk in candidate.chunks:
@@ -46,11 +49,11 @@ def fired(candidate: Candidate, ids: torch.Tensor) -> dict[str, int]:
     return heard.times(candidate.taps)
 
 
-def record(candidate: Candidate, ids: torch.Tensor, taps: tuple[Tap, ...], graft: Graft) -> Heard:
+def record(candidate: Candidate, ids: torch.Tensor, taps: tuple[Tap, ...], graft: Graft, padding: torch.Tensor | None = None) -> Heard:
     """One forward of this rank with its taps listening and its grafts in place."""
     where = f" on the candidate, rank {dist.get_rank()}"
     with listening(candidate.models, taps, graft, where=where) as heard:
-        forward(candidate, ids)
+        forward(candidate, ids, padding)
     return heard
 
 

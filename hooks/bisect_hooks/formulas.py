@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 Segments = Sequence[int]
+ROWS = 8192
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
@@ -36,8 +37,9 @@ def rms_norm(x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float, *, zero_cen
 
 
 def linear(x_TH: torch.Tensor, weight_FH: torch.Tensor, bias_F: torch.Tensor | None = None) -> torch.Tensor:
-    """x Wᵀ + b."""
-    out = wide(x_TH) @ wide(weight_FH).T
+    """x Wᵀ + b, some rows of W at a time: in float64 a whole head is four times its file."""
+    x = wide(x_TH)
+    out = torch.cat([x @ wide(rows).T for rows in weight_FH.split(ROWS)], -1)
     return out if bias_F is None else out + wide(bias_F)
 
 
@@ -107,9 +109,15 @@ def gated_norm(core_TVE: torch.Tensor, z_TVE: torch.Tensor, weight_E: torch.Tens
 
 
 def route(
-    logits_TX: torch.Tensor, top_k: int, *, score: str = "softmax", bias_X: torch.Tensor | None = None, scale: float = 1.0
+    logits_TX: torch.Tensor,
+    top_k: int,
+    *,
+    score: str = "softmax",
+    bias_X: torch.Tensor | None = None,
+    scale: float = 1.0,
+    renormalised: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weights [T X], zero where not chosen and adding up to `scale`; chosen [T X] as 0 and 1).
+    """(weights [T X], zero where not chosen and, renormalised, adding up to `scale`; chosen [T X] as 0 and 1).
 
     score  "softmax" over all experts, or "sigmoid" of each; a bias chooses and does not weigh
     """
@@ -117,7 +125,7 @@ def route(
     ranked = scores if bias_X is None else scores + wide(bias_X)
     chosen = torch.zeros_like(scores).scatter(-1, ranked.topk(top_k, -1).indices, 1.0)
     kept = scores * chosen
-    return kept / kept.sum(-1, keepdim=True) * scale, chosen
+    return (kept / kept.sum(-1, keepdim=True) if renormalised else kept) * scale, chosen
 
 
 def swiglu(gate_TF: torch.Tensor, up_TF: torch.Tensor) -> torch.Tensor:

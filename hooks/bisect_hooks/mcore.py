@@ -226,6 +226,7 @@ class GatedSelfAttention(SlicedGate, SelfAttention):  # type: ignore[misc]
 class SlimeAttention(MegatronModule):  # type: ignore[misc]
     """slime's wrapper: gathers the sequence, norms, runs the replicated linear attention, scatters again.
 
+    What is padding (a key that not even its own query may see) is zeroed before it, as Hugging Face style modules do.
     Names on disk: `self_attention.input_layernorm.weight` and `self_attention.linear_attn.*`.
     """
 
@@ -237,7 +238,10 @@ class SlimeAttention(MegatronModule):  # type: ignore[misc]
     def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **_: Any) -> tuple[torch.Tensor, None]:
         if self.config.sequence_parallel:
             hidden_states = gather_from_sequence_parallel_region(hidden_states)
-        output = self.linear_attn(self.input_layernorm(hidden_states.transpose(0, 1))).transpose(0, 1).contiguous()
+        normed = self.input_layernorm(hidden_states.transpose(0, 1))
+        if attention_mask is not None:
+            normed = normed.masked_fill(attention_mask[:, 0].diagonal(dim1=-2, dim2=-1)[..., None], 0)
+        output = self.linear_attn(normed).transpose(0, 1).contiguous()
         return (scatter_to_sequence_parallel_region(output) if self.config.sequence_parallel else output), None
 
 

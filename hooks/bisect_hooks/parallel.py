@@ -7,7 +7,8 @@ Megatron numbers ranks with tp fastest, then cp, then dp, then pp; experts with 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from bisect_hooks.errors import UsageError
 
@@ -131,6 +132,22 @@ class Parallel:
 
     def as_one_rank(self) -> Parallel:
         return Parallel(dispatcher=self.dispatcher)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that can be taken away, an axis before the one that it lives on (sp on tp, vpp on pp)."""
+        named = {"sp": self.sp, "vpp": self.vpp > 1, "tp": self.tp > 1, "pp": self.pp > 1, "ep": self.ep > 1, "cp": self.cp > 1}
+        return tuple(axis for axis, there in named.items() if there) + (("etp",) if self.expert_tp not in (1, self.tp) else ())
+
+    def without(self, axis: str) -> Parallel:
+        """This layout with one axis taken away, and with it what can't be without it."""
+        changes: dict[str, dict[str, Any]] = {
+            "sp": {"sp": False},
+            "tp": {"tp": 1, "sp": False, "etp": 1 if self.expert_tp == self.tp else self.expert_tp},
+            "vpp": {"vpp": 1, "pp_layers": ()},
+            "pp": {"pp": 1, "vpp": 1, "pp_layers": ()},
+        }
+        return replace(self, **changes.get(axis, {axis: 1}))
 
     def shown(self) -> dict[str, int]:
         """The sizes as reports print them."""

@@ -158,5 +158,8 @@ CANNOT_EXIST = {
     "L01 converted at PP 1": "there is one stage, its offset is 0",
     "L01 shifted by one layer": "a hybrid of period 4 has other tensors in the neighbouring layer: no such checkpoint can be loaded",
     "L01-run by the weights stage": "no file is wrong; only a forward under PP 2 shows it",
+    "G06 in the slime layout": "a Hugging Face style module zeroes what is padding before its projections, so nothing leaks",
+    "position ids that restart, as a forward": "megatron-core's rope counts from the start of a row whatever position_ids say (gpt_model.py); P04 is a recording",
+    "A07 on one stage, E13 without TP or EP": "the local number is the global one; no counts are exchanged",
     "G04 as a first fault": "precision lost while the function is the same is minor (contract rule 8)",
 }
