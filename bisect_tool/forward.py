@@ -36,7 +36,7 @@ PROBED = ("experts.fc1", "experts.fc2")
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """One key of one pass.  extremes  its worst row and column, where they have allowances of their own"""
+    """One key of one pass.  extremes  its worst row, worst column and scale, where they have allowances of their own"""
 
     key: str
     verdict: Verdict
@@ -276,7 +276,7 @@ class Bench:
 
 
 def judged(key: str, reference: torch.Tensor, candidate: torch.Tensor, difference: Difference, tolerance: Tolerance) -> Judged:
-    """Three statistics, each with its own allowance: all of it, the worst row, the worst column."""
+    """Four statistics, each with its own allowance: all of it, the worst row, the worst column, the scale."""
     verdict = judge(difference, tolerance)
     extremes = weigh(reference, candidate, tolerance.noise) if tolerance.noise and not difference.nonfinite and not difference.both else ()
     if any(not one.size <= one.allowed for one in extremes):

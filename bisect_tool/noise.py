@@ -1,13 +1,18 @@
-"""How far apart two values of one site are in units of the reference's own noise there: by token and by channel.
+"""How far apart two values of one site are in units of the reference's own noise there: by token, by channel, and in scale.
 
 One number for a whole site hides a wrong channel among two thousand, and a channel a thousand times as loud hides all others.  So
 the noise of a site is modelled as row scale x column scale, estimated from the reference's re-evaluations; differences are
 divided by it, and the worst row (a token) and the worst column (a channel) each have an allowance of their own: MARGIN times the
 worst that a re-evaluation of the same shape has, so that it counts how many rows and columns there are.
+
+A difference that goes with the value itself, as when a whole tensor is scaled, hides below noise that does not: so z is projected
+on the reference.  Of independent noise the projection is 1 in size; noise of weights is the same for every token, and then it is
+up to the root of their number: that is the least allowance, times MARGIN.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,23 +29,28 @@ NEAR = 8
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """rows [t], columns [f]  whose product is the scale of the noise · row, column  the largest statistic of a re-evaluation."""
+    """rows [t], columns [f]  whose product is the scale of the noise · row, column, scale  the largest statistic of a re-evaluation."""
 
     rows: torch.Tensor
     columns: torch.Tensor
     row: float
     column: float
+    scale: float
+
+    @property
+    def worst(self) -> tuple[float, float, float]:
+        return self.row, self.column, self.scale
 
     def of_columns(self, index: torch.Tensor) -> Noise:
-        return Noise(self.rows, self.columns[index], self.row, self.column)
+        return Noise(self.rows, self.columns[index], *self.worst)
 
     def of_rows(self, index: torch.Tensor) -> Noise:
-        return Noise(self.rows[index], self.columns, self.row, self.column)
+        return Noise(self.rows[index], self.columns, *self.worst)
 
 
 @dataclass(frozen=True, slots=True)
 class Extreme:
-    """The worst row or column: `size` and `allowed` are in units of the noise."""
+    """The worst row or column, or the scale of all (index 0): `size` and `allowed` are in units of the noise."""
 
     kind: str
     index: int
@@ -52,8 +62,10 @@ class Extreme:
         return self.size / self.allowed
 
     def __str__(self) -> str:
-        what = {"row": "token", "column": "channel"}[self.kind]
-        return f"worst {what} {self.index}: {self.size:.3g} x its noise, {self.allowed:.3g} allowed"
+        what = {"row": f"worst token {self.index}", "column": f"worst channel {self.index}", "scale": "in proportion to the value"}[
+            self.kind
+        ]
+        return f"{what}: {self.size:.3g} x its noise, {self.allowed:.3g} allowed"
 
 
 def estimate(said: torch.Tensor, deltas: Sequence[torch.Tensor], least: float) -> Noise:
@@ -82,38 +94,46 @@ def estimate(said: torch.Tensor, deltas: Sequence[torch.Tensor], least: float) -
         scale = (z.square().sum((0, 2)) + LEAN) / (each[rows] * count + LEAN)
         floor = (least * said[rows].double() / columns).square().mean(-1)
         scales.append(scale.maximum(floor).sqrt())
+        value = said[rows].double() / columns / scales[-1][:, None]
         for one, ok, square in zip(z, valid[:, rows], squares, strict=True):
             if bool(ok.any()):
-                row = max(row, float(square.add(one[ok] / scales[-1][ok, None]).max()))
+                row = max(row, float(square.add(one[ok] / scales[-1][ok, None], value[ok]).max()))
     column = max([1.0, *(float(one.rms.max()) for one in squares if one.count)])
-    return Noise(torch.cat(scales).float(), columns.float(), row, column)
+    return Noise(torch.cat(scales).float(), columns.float(), row, column, max([1.0, *(one.scale for one in squares)]))
 
 
-def weigh(reference: torch.Tensor, candidate: torch.Tensor, noise: Noise) -> tuple[Extreme, Extreme]:
-    """The worst row and the worst column of two finite tensors [t f]."""
+def weigh(reference: torch.Tensor, candidate: torch.Tensor, noise: Noise) -> tuple[Extreme, Extreme, Extreme]:
+    """The worst row, the worst column and the scale of two finite tensors [t f]."""
     by_row, columns = [], _Columns()
     for rows in blocks(reference):
-        z = (candidate[rows].double() - reference[rows].double()) / noise.columns / noise.rows[rows, None]
-        by_row.append(columns.add(z))
+        unit, value = noise.columns.double() * noise.rows[rows, None], reference[rows].double()
+        by_row.append(columns.add((candidate[rows].double() - value) / unit, value / unit))
     row, column = torch.cat(by_row), columns.rms
     return (
         Extreme("row", int(row.argmax()), float(row.max()), MARGIN * noise.row),
         Extreme("column", int(column.argmax()), float(column.max()), MARGIN * noise.column),
+        Extreme("scale", 0, columns.scale, MARGIN * max(noise.scale, math.sqrt(len(reference)))),
     )
 
 
 class _Columns:
-    """Mean squares of columns [f], added up over blocks of rows."""
+    """Mean squares of columns [f], and the projection on the value, added up over blocks of rows."""
 
     def __init__(self) -> None:
         self.square: torch.Tensor | float = 0.0
         self.count = 0
+        self.along = self.value = 0.0
 
-    def add(self, z: torch.Tensor) -> torch.Tensor:
-        """z [t f] → root mean squares of its rows [t]"""
+    def add(self, z: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """z, value [t f], both in units of the noise → root mean squares of z's rows [t]"""
         square = z.square()
         self.square, self.count = self.square + square.sum(0), self.count + len(z)
+        self.along, self.value = self.along + float((z.double() * value).sum()), self.value + float(value.square().sum())
         return square.mean(1).sqrt()
+
+    @property
+    def scale(self) -> float:
+        return abs(self.along) / math.sqrt(self.value) if self.value else 0.0
 
     @property
     def rms(self) -> torch.Tensor:

@@ -36,7 +36,7 @@ class Provenance:
     rows               token ids of each prompt
     replica_difference relative rms between replicas, for keys where they were not bit-equal
     floor, free_floor  relative rms a re-evaluation of the same function differs by (grafted, free-running), by key
-    worst              the largest a row and a column of a re-evaluation are, in units of the noise kept in noise.safetensors
+    worst              the largest a row, a column and the scale of a re-evaluation are, in units of the noise kept in noise.safetensors
     positions          position of each token of each row, where it was recorded
     packed             what a packed batch said of itself (cu_seqlens, ..), where rows were packed into one sequence
     absent             keys that were expected and are not here, and why
@@ -59,7 +59,7 @@ class Provenance:
     replica_difference: Mapping[str, float] = field(default_factory=dict)
     floor: Mapping[str, float] = field(default_factory=dict)
     free_floor: Mapping[str, float] = field(default_factory=dict)
-    worst: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    worst: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
     positions: tuple[tuple[int, ...], ...] = ()
     packed: Mapping[str, Any] = field(default_factory=dict)
     absent: Mapping[str, str] = field(default_factory=dict)
@@ -117,7 +117,10 @@ class Recording:
         if key not in self.provenance.worst:
             return None
         rows, columns = (self._read(NOISE, f"{key}|{axis}") for axis in ("rows", "columns"))
-        return Noise(rows, columns, *self.provenance.worst[key])
+        worst = self.provenance.worst[key]
+        if len(worst) != 3:
+            raise UsageError(f"{self.path} keeps {len(worst)} statistics of its noise, this version asks for 3", hint="record it again")
+        return Noise(rows, columns, *worst)
 
     def _read(self, name: str, key: str) -> torch.Tensor:
         file = self.path / name

@@ -117,7 +117,7 @@ def record_reference(
                 device=str(reference.device),
                 floor=floor,
                 free_floor=free_floor,
-                worst={key: (found.row, found.column) for key, found in noises.items()},
+                worst={key: found.worst for key, found in noises.items()},
             )
         )
     return Recording(out)

@@ -30,7 +30,7 @@ OUT = Path(__file__).resolve().parent / "calibration.json"
 LENGTHS = (1, 2, 63, 64, 65, 257)
 ONE, TP2, PP2 = Parallel(), Parallel(tp=2, sp=True), Parallel(pp=2)
 EP4, MIXED, TP4, VPP2 = Parallel(ep=4), Parallel(tp=2, ep=2, etp=1, sp=True), Parallel(tp=4, sp=True), Parallel(pp=2, vpp=2)
-STATISTICS = ("whole", "row", "column")
+STATISTICS = ("whole", "row", "column", "scale")
 # the seed that calibrates; alarms are counted on others
 CALIBRATES = 0
 

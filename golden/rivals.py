@@ -56,7 +56,7 @@ Rule = Callable[[Pair], bool]
 
 
 def ours(pair: Pair) -> bool:
-    """A site as a whole, its worst token, its worst channel, each against its own allowance."""
+    """A site as a whole, its worst token, its worst channel, its scale, each against its own allowance."""
     difference = measure(pair.reference, pair.candidate)
     return judged("pair", pair.reference, pair.candidate, difference, pair.tolerance).verdict is Verdict.DIFFERS
 
@@ -127,7 +127,7 @@ def write_pairs() -> None:
                 n = f"{len(said):02d}"
                 parts = {"reference": pair.reference, "candidate": pair.candidate, "rows": noise.rows, "columns": noise.columns}
                 tensors |= {f"{n}|{part}": value.float().contiguous() for part, value in parts.items()}
-                said.append([pair.kind, pair.dtype, pair.severity, pair.tolerance.relative_rms, noise.row, noise.column])
+                said.append([pair.kind, pair.dtype, pair.severity, pair.tolerance.relative_rms, *noise.worst])
     WORLDS.close()
     save_file(tensors, PAIRS, metadata={"pairs": json.dumps(said)})
 
@@ -136,11 +136,11 @@ def read_pairs() -> list[Pair]:
     """As `write_pairs` wrote them."""
     pairs = []
     with safe_open(PAIRS, framework="pt") as file:
-        for n, (kind, dtype, severity, allowed, row, column) in enumerate(json.loads(file.metadata()["pairs"])):
+        for n, (kind, dtype, severity, allowed, *worst) in enumerate(json.loads(file.metadata()["pairs"])):
             reference, candidate, rows, columns = (
                 file.get_tensor(f"{n:02d}|{part}") for part in ("reference", "candidate", "rows", "columns")
             )
-            tolerance = Tolerance(allowed, "stored", Noise(rows, columns, row, column))
+            tolerance = Tolerance(allowed, "stored", Noise(rows, columns, *worst))
             pairs.append(Pair(kind, dtype, severity, reference, candidate, tolerance))
     return pairs
 

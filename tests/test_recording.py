@@ -48,16 +48,16 @@ def write(path: Path, said: dict[str, torch.Tensor] | None = None, provenance: P
 
 
 def test_noise_is_kept_by_key_and_is_no_key_itself(tmp_path: Path) -> None:
-    noise = Noise(torch.ones(5), torch.full((4,), 0.5), 1.5, 2.5)
+    noise = Noise(torch.ones(5), torch.full((4,), 0.5), 1.5, 2.5, 3.5)
     with writing(tmp_path / "recording") as writer:
         writer.add("outside", tensors(["embedding"]))
         writer.add_noise({"embedding": noise})
-        writer.close(replace(PROVENANCE, worst={"embedding": (noise.row, noise.column)}))
+        writer.close(replace(PROVENANCE, worst={"embedding": noise.worst}))
     found = Recording(tmp_path / "recording")
     read = found.noise("embedding")
     assert read is not None and found.keys == ["embedding"] and found.noise("lm_head") is None
     assert torch.equal(read.rows, noise.rows) and torch.equal(read.columns, noise.columns)
-    assert (read.row, read.column) == (1.5, 2.5)
+    assert read.worst == (1.5, 2.5, 3.5)
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
