@@ -19,12 +19,14 @@ from bisect_hooks.parallel import Parallel
 from bisect_hooks.table import Rule
 from models import Place, embedded, random_batch
 
+from bisect_tool.arbiter import Arbiter
 from bisect_tool.candidate import CandidateRun
 from bisect_tool.experiments import Lab
 from bisect_tool.faults import Finding
 from bisect_tool.flow import word
 from bisect_tool.forward import Bench, Located, to_finding
 from bisect_tool.ladder import DTYPES
+from bisect_tool.reference import rounded_weights
 from bisect_tool.weights import Sides
 
 SEVERITIES = ("full", "unit", "1 %")
@@ -97,12 +99,15 @@ def score_tensors(layout: str, dtypes: tuple[str, ...] = tuple(DTYPES), severiti
     scores = []
     with tempfile.TemporaryDirectory() as name:
         for place in embedded(Path(name), (layout,), dtypes):
+            arbiter = Arbiter.of(
+                place.directory, place.family, place.dims, rounded_weights(place.directory, place.family, place.dims, place.layout)[0]
+            )
             auditor = Sides(place.directory.path, place.checkpoint, None, None).auditor("reference-candidate")
             for rule, _, severity, bench in spoilt(place, severities):
                 located = bench.locate()
                 findings = {site: to_finding(bench, located, site) for site in located.sites}
                 if findings and severity == "full":
-                    findings = Lab(bench, located, auditor, place.directory.path, ()).decide(findings)
+                    findings = Lab(bench, located, auditor, place.directory.path, (), arbiter).decide(findings)
                 scores.append(_scored(rule, place.dtype, severity, located, findings))
     return scores
 

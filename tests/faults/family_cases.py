@@ -140,12 +140,15 @@ def cases_of(t: Traits) -> list[Case]:
     if not t.dense or not t.moe:
         add("L01", "pp2", lambda _: second_stage(t))
         add("L01-run", "pp2", lambda _: second_stage(t, at_run_time=True), flags=patched)
+    behind = [n for n in t.full if n > 1]
+    add("A07", "pp2", lambda _: fault("parallel", behind, "attention", ["core"], None, "run", pp=[1]), flags=patched)
     if t.gated:
         add("A03", "one", lambda _: conversion(t.full, "attention", ["qkv"], "permutation"))
     if t.linear:
         add("G01", "tp2sp", lambda _: conversion(t.linear, "linear_attention", ["in_proj"], "even-cut", tp=[0, 1]), layout="native")
         add("G04", "one", lambda _: conversion(t.linear, "linear_attention", ["a_log"], "rounded"), minor=True)
     if t.moe:
+        add("E13", "tp2ep2", lambda _: fault("parallel", list(t.moe), "experts", ["dispatch"], None, "run", ep=[0, 1]), flags=patched)
         add("E08", "ep2", lambda _: conversion(t.moe, "experts", ["fc1", "fc2"], "duplicate", ep=[0, 1]))
         add("L05", "one", lambda _: config(t.moe, "experts"))
         if t.expert_bias:
@@ -167,6 +170,7 @@ def cannot(t: Traits) -> dict[str, str]:
         "A05": (not t.qkv_bias, "q, k and v have no biases"),
         "E01": (not t.moe, no_experts),
         "E08": (not t.moe, no_experts),
+        "E13": (not t.moe, no_experts),
         "G01": (not t.linear, "there is no linear attention"),
         "G04": (not t.linear, "there is no linear attention"),
         "L01": (bool(t.dense and t.moe), "stages hold other kinds of layers: no such checkpoint can be loaded"),
@@ -190,7 +194,7 @@ CASES = {case.id: (t, case) for t in FAMILIES for case in (*clean_of(t), *cases_
 def covering() -> set[str]:
     """For each family one clean run on one rank and one under a layout, and a few faults: over all families every layout and every plant."""
     chosen: set[str] = set()
-    seen = {("P01", True), ("E01", True), ("L01-run", True)}  # by activations alone: the first drill has them
+    seen = {("P01", True), ("E01", True), ("L01-run", True), ("A07", True), ("E13", True)}  # by activations alone: the first drill has them
     for i, t in enumerate(FAMILIES):
         clean = clean_of(t)
         own = [clean[0], clean[1 + i % (len(clean) - 1)]]
