@@ -6,8 +6,8 @@ divided by it, and the worst row (a token) and the worst column (a channel) each
 worst that a re-evaluation of the same shape has, so that it counts how many rows and columns there are.
 
 A difference that goes with the value itself, as when a whole tensor is scaled, hides below noise that does not: so z is projected
-on the reference.  Of independent noise the projection is 1 in size; noise of weights is the same for every token, and then it is
-up to the root of their number: that is the least allowance, times MARGIN.
+on the reference.  Of independent noise the projection is 1 in size.  Noise of weights is the same for every token, and that of an
+expert's rounded weight for every channel: then it is up to the root of their number, and that is the least allowance, times MARGIN.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def weigh(reference: torch.Tensor, candidate: torch.Tensor, noise: Noise) -> tup
     return (
         Extreme("row", int(row.argmax()), float(row.max()), MARGIN * noise.row),
         Extreme("column", int(column.argmax()), float(column.max()), MARGIN * noise.column),
-        Extreme("scale", 0, columns.scale, MARGIN * max(noise.scale, math.sqrt(len(reference)))),
+        Extreme("scale", 0, columns.scale, MARGIN * max(noise.scale, math.sqrt(max(reference.shape)))),
     )
 
 

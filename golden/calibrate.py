@@ -113,7 +113,7 @@ class Found:
 
 
 @click.command()
-@click.option("--seeds", default=2, show_default=True, help="Seeds, other than the one that calibrates, on which alarms are counted.")
+@click.option("--seeds", default=1, show_default=True, help="Seeds, other than the one that calibrates, on which alarms are counted.")
 def main(seeds: int) -> None:
     """Writes golden/calibration.json."""
     found, started = Found(shlex.join(["python", "golden/calibrate.py", *sys.argv[1:]])), time.monotonic()
