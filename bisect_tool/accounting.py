@@ -50,13 +50,32 @@ def _checkpoint(auditor: Auditor, side: StoredSide, missing: Sequence[str], audi
             audit.findings.append(_names_only(auditor, name, side.checkpoint.tensors[same[0]].on_disk))
         else:
             audit.findings.append(_missing(auditor, name, extra))
+    beyond = _beyond(auditor, side, [key for key in extra if key not in renamed.values()], audit)
     for key in extra:
-        if key not in renamed.values() and not _tied(auditor, key, side.checkpoint.tensors[key], audit):
+        if key not in renamed.values() and key not in beyond and not _tied(auditor, key, side.checkpoint.tensors[key], audit):
             near = difflib.get_close_matches(key, auditor.row_of, n=1)
             mtp = re.match(r"mtp\.layers\.(\d+)\.", key)
             site = Site("mtp", int(mtp[1]), "layer") if mtp else auditor.row_of[near[0]][0].site if near else Site("embedding")
             site = Site("lm_head") if key.startswith(HEADS) else site
             audit.findings.append(_extra(auditor, side.checkpoint.tensors[key].on_disk, site))
+
+
+def _beyond(auditor: Auditor, side: StoredSide, extra: Sequence[str], audit: Audit) -> set[str]:
+    """Adds one finding for each layer that the model does not have; its tensors' names."""
+    layers: dict[int, list[str]] = {}
+    for key in extra:
+        number = re.match(r"decoder\.layers\.(\d+)\.", key)
+        if number and int(number[1]) >= auditor.dims.layers:
+            layers.setdefault(int(number[1]), []).append(key)
+    for layer, keys in sorted(layers.items()):
+        near = difflib.get_close_matches(keys[0], auditor.row_of, n=1)
+        site = replace(auditor.row_of[near[0]][0].site if near else Site("input_norm"), layer=auditor.dims.layers - 1, part=None)
+        found = _extra(auditor, f"decoder.layers.{layer}.*", site)
+        detail = {"name": f"decoder.layers.{layer}.*", "tensors": len(keys), "layers": auditor.dims.layers}
+        relation = Relation("extra", detail, rule="a layer beyond the last")
+        on_disk = tuple(side.checkpoint.tensors[key].on_disk for key in keys)
+        audit.findings.append(replace(found, site=replace(site, layer=layer), relation=relation, tensors=((), on_disk)))
+    return {key for keys in layers.values() for key in keys}
 
 
 def _tied(auditor: Auditor, key: str, tensor: Stored, audit: Audit) -> bool:

@@ -15,7 +15,7 @@ from bisect_hooks.parallel import Parallel
 from bisect_hooks.site import Site, parse_site
 from bisect_hooks.table import Cut, GroupHeads, Made, Rule
 
-from bisect_tool.compare import Compared, Row, compare, same_bytes
+from bisect_tool.compare import Compared, Row, compare, same_bytes, same_tensor
 from bisect_tool.faults import Finding, Proof, Relation
 from bisect_tool.index import Index
 from bisect_tool.judge import EXACT, Tolerance
@@ -229,6 +229,8 @@ class Auditor:
             said = f"the {self.reference.word}, each element as the nearest FP8 code under the {self.candidate.word}'s own scales"
         elif said is None and _coded(expected, candidate):
             said = f"what the {self.reference.word}'s FP8 was made of: each of its codes is the nearest under its own scales"
+        elif said is None and _short_of(expected, candidate):
+            said = f"what the {self.reference.word}'s float16 was rounded from: rounded so, every byte is equal"
         if said is None:
             return False
         audit.settled.setdefault(said, []).append(self.candidate.names(compared.name)[0])
@@ -320,6 +322,14 @@ class Auditor:
         parallel = self.parallel or Parallel()
         of = "unknown" if self.parallel is None else "conversion"
         return shard_of(site, parallel, of, self.dims.layers, places, expert=cut.expert)
+
+
+def _short_of(expected: Tensor, candidate: Tensor) -> bool:
+    """Whether the candidate, rounded to the float16 that the other side is kept in, is that: small values lose bits there."""
+    if expected.dtype != torch.float16 or candidate.dtype == torch.float16:
+        return False
+    kept = First(candidate, expected.shape[0]) if candidate.shape != expected.shape else candidate  # a vocabulary's padding
+    return same_tensor(Cast(kept, expected.dtype), expected)
 
 
 def _coded(coarse: Tensor, fine: Tensor) -> bool:

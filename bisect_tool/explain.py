@@ -27,7 +27,7 @@ def explanation(fault: Fault) -> tuple[str, str]:
         return _drift(fault)
     reference, candidate = first.between
     said = said.replace("the reference's", f"the {reference}'s").replace("the candidate", f"the {candidate}")
-    return f"{where(fault)}: {said}.", f"{do}."
+    return f"{where(fault)}: {said}.", do if do.endswith("?") else f"{do}."
 
 
 def where(fault: Fault) -> str:
@@ -170,6 +170,9 @@ def _extra(detail: Mapping[str, Any], first: Finding) -> tuple[str, str]:
     if "rows" in detail:
         return f"the candidate keeps {detail['rows']} padding rows of the vocabulary", "Cut them off on export"
     name = detail["name"]
+    if "layers" in detail:
+        said = f"{name} ({detail['tensors']} tensors) is in the candidate, and config.json says {detail['layers']} layers"
+        return said, "Is the checkpoint of a larger model, or does it keep its MTP layer among the others?"
     return f"{name} is in the candidate and no row of the table makes it", "Is the checkpoint of another model? Is its mapping missing?"
 
 

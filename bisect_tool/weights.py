@@ -296,6 +296,13 @@ class Stage:
         for one in wrong:
             relation, proof = _read(explained[one.name])
             audit.findings += auditor.findings(one, consistent(relation, auditor), proof)
+        matrices = {one.name for one in compared if len(auditor.expected(one.name).shape) > 1}
+        if len(matrices) > 1 and all(name in explained and explained[name]["relation"]["kind"] == "unknown" for name in matrices):
+            words = (auditor.candidate.word, auditor.reference.word)
+            audit.notes.insert(
+                0,
+                f"not one of {len(matrices)} matrices of the {words[0]} is the {words[1]}'s, nor made of it by a relation: another model?",
+            )
 
     def _structured(self, wrong: Sequence[Compared]) -> bool:
         """Whether a relation explains most of what looks like training: a rounding of everything is no training."""

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from weights_cases import CANNOT_EXIST, CASES, HALF, LATER, LAYOUTS, WRITTEN, Case, Verdict
-from weights_edits import EVERY, FULL, LINEAR, Audited, audit, edited
+from weights_edits import EVERY, FULL, LINEAR, Audited, Work, audit, edited
 from weights_exports import EXPORTS, FP8, Export, exported, in_fp8, power_of_two, wrong
-from workshop import Workshop
+from workshop import REFERENCE, ROOT, Workshop
+
+from bisect_tool.__main__ import run
 
 # torch's own writer says that it works without ranks, which is what is wanted
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -122,3 +129,44 @@ def test_flags_that_contradict_the_args_place_the_fault_and_are_told(workshop: W
     found = audit(tmp_path / "report", "--candidate", workshop.faulty("slime", "ep4", "E01"), "--ep", "2")
     assert [fault["shard"]["ep"] for fault in found.page["faults"]] == [[0, 1]]
     assert found.stage["notes"][0] == "the flags say that it was converted at ep 2, its args at ep 4: placed by the flags"
+
+
+GOOD = ROOT / "golden/tiny-qwen3.5-moe-torch_dist"
+
+
+def beyond(work: Work) -> None:
+    """The last layer once more, as a layer that the model does not have."""
+    last = {key: one for key, one in work.tensors.items() if key.startswith("decoder.layers.7.")}
+    work.tensors |= {key.replace("layers.7.", "layers.8."): one.clone() for key, one in last.items()}
+
+
+def of_another_model(work: Work) -> None:
+    """Every tensor as another seed would have it."""
+    torch.manual_seed(7)
+    for key, one in work.tensors.items():
+        work.tensors[key] = torch.randn_like(one.float()).to(one.dtype)
+
+
+def test_a_layer_beyond_the_last_is_one_fault_there(tmp_path: Path) -> None:
+    found = audit(tmp_path / "report", "--candidate", edited(GOOD, tmp_path / "faulty", beyond))
+    (fault,) = found.page["faults"]
+    assert (fault["class"], fault["layers"], fault["relation"]["kind"]) == ("conversion", [8], "extra")
+    assert fault["relation"]["detail"] == {"name": "decoder.layers.8.*", "tensors": 12, "layers": 8}
+    assert "config.json says 8 layers" in fault["explanation"] and fault["next"].endswith("?")
+
+
+def test_a_checkpoint_of_another_model_is_called_that(tmp_path: Path) -> None:
+    found = audit(tmp_path / "report", "--candidate", edited(GOOD, tmp_path / "other", of_another_model))
+    assert found.code == 1
+    assert re.fullmatch(r"not one of \d+ matrices of the candidate is the reference's, .*: another model\?", found.stage["notes"][0])
+
+
+def test_a_reference_kept_in_float16_is_less_than_the_candidate(tmp_path: Path) -> None:
+    narrow = tmp_path / "narrow"
+    shutil.copytree(REFERENCE, narrow)
+    file = next(narrow.glob("*.safetensors"))
+    save_file({name: one.half() if one.dtype == torch.bfloat16 else one for name, one in load_file(file).items()}, file)
+    assert run(["audit", "--reference", str(narrow), "--candidate", str(GOOD), "--out", str(tmp_path / "out")]) == 0
+    page = json.loads((tmp_path / "out/report.json").read_text())
+    assert page["verdict"] == "agrees" and page["minor"] == []
+    assert any("float16 was rounded from" in note for note in page["stages"][2]["notes"])
