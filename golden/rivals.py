@@ -95,10 +95,12 @@ def made(place: Place) -> Iterator[Pair]:
     run.build()
     grafts = (bench.recording.path, base_grafts(bench.dims))
     clean = run.record(grafts).tensors
+    left = dict(PLACES)
     for rule in run.family.rules(place.dims, place.layout, place.directory.names, mtp=False):
         kind = word(rule.site)
-        if PLACES.get(kind) != rule.site.layer or rule.site.layer is None:
+        if rule.site.layer is None or left.get(kind) != rule.site.layer:
             continue
+        del left[kind]  # one tensor of each kind
         tensor = rule.candidates[0].name
         for severity in (*SEVERITIES, CLEAN):
             said = clean
@@ -154,7 +156,7 @@ def page(pairs: list[Pair]) -> str:
         "",
         f"Written by `make scoreboard-rivals`; do not edit. {len(pairs)} stored pairs: what both sides said at the place of the fault, on the",
         "reference's own inputs. Their rules with their defaults, written out from their sources; the tools were not run. A cell: how many",
-        f"of {len(PLACES)} places ({', '.join(PLACES)}) a rule calls different; of clean ones that is a false alarm.",
+        f"of {len(PLACES)} places a rule calls different; of clean ones that is a false alarm. Places: {', '.join(PLACES)}.",
         "",
         "| rule | " + " | ".join(heads) + " |",
         "|---" * (len(heads) + 1) + "|",
