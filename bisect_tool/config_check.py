@@ -12,6 +12,7 @@ from bisect_hooks.family import CheckpointLayout, Family, Setting
 from bisect_hooks.parallel import Parallel
 
 from bisect_tool.faults import Finding, Proof, Relation
+from bisect_tool.model_args import every_setting, held, narrowed
 from bisect_tool.shards import shard_of
 
 
@@ -61,12 +62,12 @@ def compare_settings(
     family: Family, config: Mapping[str, Any], args: Mapping[str, Any], layout: CheckpointLayout
 ) -> tuple[list[Mismatch], int]:
     """(settings that differ, how many were compared).  An arg that is absent or None has Megatron's default."""
-    found, settings = [], family.settings(config, layout)
+    dims, found, settings = family.reference_dimensions(config), [], every_setting(family, config, layout)
     for setting in settings:
-        given = args.get(setting.arg) is not None
-        value = args[setting.arg] if given else setting.default
+        said = held(setting.arg, args)
+        value = setting.default if said is None else said
         if not setting.same(value, setting.expected):
-            found.append(Mismatch(setting, value, given))
+            found.append(Mismatch(narrowed(setting, value, dims), value, said is not None))
     return found, len(settings)
 
 

@@ -5,18 +5,16 @@ A flag that changes the model and differs is a finding.  One that differs and ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from bisect_hooks.blocks.args import Args
-from bisect_hooks.errors import UsageError
 from bisect_hooks.family import CheckpointLayout, Dimensions, Family, Setting
-from bisect_hooks.site import Site
 
 from bisect_tool.config_check import Mismatch, short
-from bisect_tool.launch.flags import FLAGS, nearest
+from bisect_tool.launch.flags import FLAGS, harmless, nearest
 from bisect_tool.launch.launch import Launch
+from bisect_tool.model_args import PATTERNS, every_setting, held, narrowed
 
 KINDS = (
     "linear_attention_freq",
@@ -27,10 +25,6 @@ KINDS = (
     "linear_conv_kernel_dim",
 )
 SPEC_PLUGINS = ("slime_plugins", "miles_plugins")
-PATTERNS: dict[str, Callable[[int, int], bool]] = {
-    "moe_layer_freq": lambda i, n: i % n == 0,
-    "linear_attention_freq": lambda i, n: (i + 1) % n != 0,
-}
 
 
 @dataclass
@@ -55,29 +49,29 @@ def judge(family: Family, config: Mapping[str, Any], launch: Launch, checkpoint:
     dims = family.reference_dimensions(config)
     layout = layout_of(launch.args, launch.spec)
     by_spec = _read_by_spec(family, config, launch, found)
-    for setting in (*family.settings(config, layout), *more_settings(config, dims)):
+    for setting in every_setting(family, config, layout):
         setting = _text_only(setting, config)
         given = launch.args.get(setting.arg) is not None
         if setting.arg in by_spec and not given:
             continue
-        held = None if checkpoint is None else checkpoint.get(setting.arg)
+        stored = held(setting.arg, checkpoint)
         value = launch.args.get(setting.arg) if given else default(setting, launch.args)
         judged = given or launch.unsaid == "megatron"
-        if (not judged and held is None) or (setting.arg in PATTERNS and _other_depth(launch.args, value, dims)):
+        if (not judged and stored is None) or (setting.arg in PATTERNS and _other_depth(launch.args, value, dims)):
             continue
         found.compared += 1
         if judged and not setting.same(value, setting.expected):
             source = f"{launch.said[setting.arg]}" if given else "the launch does not give it, so Megatron's default holds"
-            against = "" if held is None or held == value else f"; the checkpoint's args say {short(held)}"
+            against = "" if stored is None or stored == value else f"; the checkpoint's args say {short(stored)}"
             found.mismatches.append(Mismatch(narrowed(setting, value, dims), value, given, source + against))
-        elif held is not None and not setting.same(held, setting.expected):
+        elif stored is not None and not setting.same(stored, setting.expected):
             against = f"; the launch says {short(value)}" if judged else ""
-            found.mismatches.append(Mismatch(narrowed(setting, held, dims), held, True, f"the checkpoint's args say so{against}"))
+            found.mismatches.append(Mismatch(narrowed(setting, stored, dims), stored, True, f"the checkpoint's args say so{against}"))
     if launch.unsaid == "reference":
         said = "what it does not say," if found.compared else "it says nothing of the model itself: that"
         found.notes.append(f"{said} the bridge reads from config.json")
     inert(launch, dims, found)
-    found.notes += misspelled(launch)
+    found.notes += [*misspelled(launch), *not_judged(launch)]
     if found.compared and not found.mismatches:
         found.cleared.append(
             ("norms, rotary, router, gates and sizes as they are told", f"{found.compared} settings are those of config.json")
@@ -147,82 +141,6 @@ def _text_only(setting: Setting, config: Mapping[str, Any]) -> Setting:
         return setting
     same = setting.same
     return replace(setting, same=lambda value, expected: value == "mrope" or same(value, expected))
-
-
-def narrowed(setting: Setting, value: Any, dims: Dimensions) -> Setting:
-    """A pattern over layers that differs in some of them reaches those alone."""
-    if setting.arg not in PATTERNS:
-        return setting
-    try:
-        found = Args({setting.arg: value}).pattern(setting.arg, dims.layers, every=PATTERNS[setting.arg])
-    except UsageError:
-        return setting
-    expected = [bool(one) for one in setting.expected]
-    wrong = {n for n in range(dims.layers) if found[n] != expected[n]}
-    return replace(setting, sites=tuple(site for site in setting.sites if site.layer in wrong) or setting.sites)
-
-
-def more_settings(config: Mapping[str, Any], dims: Dimensions) -> list[Setting]:
-    """Flags that no config.json asks for, and that make another model of any when they are given."""
-    text = config.get("text_config", config)
-    every = range(dims.layers)
-    full = [n for n in every if dims.kinds[n] == "attention"]
-    moe = [n for n in every if dims.moe[n]]
-
-    def at(layers: Sequence[int], module: str, part: str | None = None) -> tuple[Site, ...]:
-        return tuple(Site(module, n, part) for n in layers)
-
-    rope, core, topk, fc1 = (
-        at(full, "attention", "rope"),
-        at(full, "attention", "core"),
-        at(moe, "router", "topk"),
-        at(moe, "experts", "fc1"),
-    )
-    activation = fc1 or at(every, "mlp", "fc1")
-    rope_type = (text.get("rope_parameters") or text.get("rope_scaling") or {}).get("rope_type", "default")
-    norms, dispatch = at(every, "input_norm"), at(moe, "experts", "dispatch")
-
-    def off(
-        arg: str, flag: str, sites: tuple[Site, ...], effect: str, same: Callable[[Any, Any], bool] = lambda a, b: not a or a == b
-    ) -> Setting:
-        return Setting(arg, flag, False if same is _off else None, sites, effect, default=None, same=same)
-
-    def _off(value: Any, _expected: Any) -> bool:
-        return not value
-
-    found = [
-        off("multi_latent_attention", "--multi-latent-attention", core, "another kind of attention", _off),
-        off("qk_l2_norm", "--qk-l2-norm", at(full, "attention", "q_norm"), "queries and keys are normed by their length", _off),
-        off("squared_relu", "--squared-relu", activation, "another activation", _off),
-        off("openai_gelu", "--openai-gelu", activation, "another activation", _off),
-        off("apply_residual_connection_post_layernorm", "--apply-residual-connection-post-layernorm", norms, "the residual is taken after the norm", _off),
-        off("window_size", "--window-size", core, "each token sees a window of the ones before it"),
-        off("no_rope_freq", "--no-rope-freq", rope, "some layers rotate nothing"),
-        off("softmax_type", "--softmax-type", core, "another softmax", lambda value, _: value in (None, "vanilla")),
-    ]  # fmt: skip
-    if rope_type == "default":
-        found += [
-            off("use_rope_scaling", "--use-rope-scaling", rope, "rotary frequencies are scaled as Llama 3.1 does", _off),
-            off("rotary_seq_len_interpolation_factor", "--rotary-seq-len-interpolation-factor", rope, "positions are interpolated", lambda value, _: value in (None, 1)),
-        ]  # fmt: skip
-    if moe:
-        found += [
-            off("moe_expert_capacity_factor", "--moe-expert-capacity-factor", dispatch, "tokens beyond an expert's capacity are dropped", lambda value, _: value is None or value < 0),
-            off("moe_router_force_load_balancing", "--moe-router-force-load-balancing", topk, "experts are chosen at random", _off),
-            off("moe_router_num_groups", "--moe-router-num-groups", topk, "experts are chosen inside groups", lambda value, _: value in (None, 1)),
-            off("moe_router_load_balancing_type", "--moe-router-load-balancing-type", topk, "experts are chosen by Sinkhorn's rule", lambda value, _: value is None or "sinkhorn" not in value),
-            off("moe_apply_probs_on_input", "--moe-apply-probs-on-input", fc1, "experts get scaled inputs instead of giving scaled outputs", _off),
-        ]  # fmt: skip
-    found = [setting for setting in found if setting.sites]
-    vocabulary = Setting(
-        "vocab_size", "--vocab-size", text.get("vocab_size"), (Site("embedding"), Site("lm_head")), "the embedding and the output layer have other rows",
-        default=text.get("vocab_size"),
-    )  # fmt: skip
-    depth = Setting(
-        "mtp_num_layers", "--mtp-num-layers", dims.mtp, (Site("mtp"),), "another number of MTP layers: drafts differ, the text does not", default=dims.mtp,
-        same=lambda value, expected: value == expected or not value,
-    )  # fmt: skip
-    return [*found, vocabulary, depth]
 
 
 def _vocabulary(launch: Launch, dims: Dimensions, found: Judged) -> None:
@@ -295,6 +213,15 @@ def misspelled(launch: Launch) -> list[str]:
         for name, where, flag in near
         if flag is not None
     ]
+
+
+def not_judged(launch: Launch) -> list[str]:
+    """Flags that are neither in our table nor known to leave the model alone, all in one line."""
+    found = {name: where for name, where in launch.unknown if not harmless(name) and nearest(name) is None}
+    if not found:
+        return []
+    listed = ", ".join(f"{name} ({where})" for name, where in found.items())
+    return [f"not known, not judged: {listed}; whether {'it changes' if len(found) == 1 else 'they change'} the model is not said here"]
 
 
 def _said(launch: Launch, flag: str) -> str:

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from bisect_tool.config_check import Mismatch, config_relation
 from bisect_tool.faults import Finding, Proof, Relation, span
 from bisect_tool.hf_directory import PREFIXES, canonical, inside, read_config
-from bisect_tool.launch_check import narrowed
+from bisect_tool.model_args import narrowed
 from bisect_tool.shards import Shard, shard_of
 
 BETWEEN = ("reference", "export")

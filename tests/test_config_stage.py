@@ -220,6 +220,93 @@ def test_a_checkpoints_args_alone_are_judged(tmp_path: Path, workshop_args: Any)
     assert [fault["relation"]["detail"]["flag"] for fault in page["faults"]] == ["--rotary-base"]
 
 
+TINY = Path(__file__).parent.parent / "golden/tiny-qwen3.5-moe"
+ALL, GATED = list(range(8)), [3, 7]
+
+
+# what a checkpoint's args say, as Megatron keeps it → flag, modules, parts, layers, value and expected in the report
+def said(arg: str, kept: Any, modules: list[str], parts: list[str], layers: list[int], value: Any, expected: Any) -> Any:
+    return pytest.param(arg, kept, f"--{arg.replace('_', '-')}", modules, parts, layers, value, expected, id=arg)
+
+
+@pytest.mark.parametrize(
+    ("arg", "kept", "flag", "modules", "parts", "layers", "value", "expected"),
+    [
+        said("use_rope_scaling", True, ["attention"], ["rope"], GATED, True, False),
+        said("rotary_seq_len_interpolation_factor", 4, ["attention"], ["rope"], GATED, 4, None),
+        said("no_rope_freq", [0] * 7 + [1], ["attention"], ["rope"], [7], [0] * 7 + [1], None),
+        said("window_size", (4, 0), ["attention"], ["core"], GATED, [4, 0], None),
+        said("multi_latent_attention", True, ["attention"], ["core"], GATED, True, False),
+        said("softmax_type", "learnable", ["attention"], ["core"], GATED, "learnable", None),
+        said("softmax_scale", 1.0, ["attention"], ["core"], GATED, 1.0, None),
+        said("apply_residual_connection_post_layernorm", True, ["input_norm"], [], ALL, True, False),
+        said("squared_relu", True, ["experts"], ["fc1"], ALL, True, False),
+        said("moe_expert_capacity_factor", 1.0, ["experts"], ["dispatch"], ALL, 1.0, None),
+        said("moe_apply_probs_on_input", True, ["experts"], ["fc1"], ALL, True, False),
+        said("moe_latent_size", 24, ["experts"], ["fc1"], ALL, 24, None),
+        said("moe_router_force_load_balancing", True, ["router"], ["topk"], ALL, True, False),
+        said("moe_router_load_balancing_type", "sinkhorn", ["router"], ["topk"], ALL, "sinkhorn", None),
+        said("moe_router_num_groups", 5, ["router"], ["topk"], ALL, 5, None),
+        said("moe_input_jitter_eps", 0.1, ["router"], ["logits"], ALL, 0.1, None),
+    ],
+)
+def test_a_checkpoints_args_are_judged_by_the_table_of_flags(
+    arg: str, kept: Any, flag: str, modules: list[str], parts: list[str], layers: list[int], value: Any, expected: Any,
+    tmp_path: Path, workshop_args: Any,
+) -> None:  # fmt: skip
+    page = judged(tmp_path / "out", "--reference", str(TINY), "--candidate", str(workshop_args(**{arg: kept})), code=1)
+    (fault,) = page["faults"]
+    assert (page["verdict"], page["minor"], fault["class"], fault["between"]) == (
+        "differs", [], "model-definition", ["reference", "candidate"],
+    )  # fmt: skip
+    assert (fault["modules"], fault["parts"], fault["layers"]) == (modules, parts, layers)
+    assert fault["relation"] == {"kind": "config", "detail": {"flag": flag, "value": value, "expected": expected}, "also": []}
+    assert fault["next"] == f"Drop {flag}." and "the checkpoint's args say so" in fault["explanation"]
+
+
+def test_args_with_megatrons_defaults_are_right(tmp_path: Path, workshop_args: Any) -> None:
+    kept = workshop_args(
+        use_rope_scaling=False, rotary_seq_len_interpolation_factor=None, no_rope_freq=[0] * 8, window_size=(-1, 0), softmax_type="vanilla",
+        multi_latent_attention=False, moe_expert_capacity_factor=None, moe_router_num_groups=None, moe_router_load_balancing_type=["aux_loss"],
+        apply_residual_connection_post_layernorm=False, squared_relu=False, moe_input_jitter_eps=None, glu_linear_offset=0.0, vocab_size=None,
+    )  # fmt: skip
+    page = judged(tmp_path / "out", "--reference", str(TINY), "--candidate", str(kept))
+    assert (page["verdict"], page["faults"], page["minor"]) == ("agrees", [], [])
+
+
+@pytest.mark.parametrize(
+    ("flags", "flag", "modules", "parts", "value"),
+    [
+        ("--moe-latent-size 24", "--moe-latent-size", ["experts"], ["fc1"], 24),
+        ("--moe-input-jitter-eps 0.1", "--moe-input-jitter-eps", ["router"], ["logits"], 0.1),
+    ],
+)
+def test_flags_that_few_know_change_the_model(
+    flags: str, flag: str, modules: list[str], parts: list[str], value: Any, tmp_path: Path
+) -> None:
+    script = tmp_path / "model.sh"
+    script.write_text(SEED.read_text().replace("--swiglu\n", f"--swiglu {flags}\n"))
+    (fault,) = launched(script, tmp_path, code=1)["faults"]
+    assert (fault["class"], fault["modules"], fault["parts"], fault["layers"]) == ("model-definition", modules, parts, EVERY)
+    assert fault["relation"]["detail"] == {"flag": flag, "value": value, "expected": None} and fault["next"] == f"Drop {flag}."
+
+
+def test_flags_that_nobody_knows_are_listed(tmp_path: Path) -> None:
+    script = tmp_path / "model.sh"
+    script.write_text(SEED.read_text().replace("--swiglu\n", "--swiglu --mup-scaling --lr 1e-6 --save-interval 20 --residual-gain 2\n"))
+    page = launched(script, tmp_path)
+    (note,) = [one for one in config_of(page)["notes"] if "not known, not judged" in one]
+    line = script.read_text().split("--mup-scaling")[0].count("\n") + 1
+    assert note.startswith(f"not known, not judged: --mup-scaling (model.sh:{line}), --residual-gain (model.sh:{line});")
+    assert page["verdict"] == "agrees" and "--lr" not in note and "--save-interval" not in note
+
+
+@pytest.mark.parametrize("name", ["qwen3.5-397B-A17B.sh", "run_397b_args.py", "convert_397b.txt"])
+def test_every_flag_of_the_seeds_scripts_is_known(name: str, tmp_path: Path) -> None:
+    notes = config_of(launched(DATA / "launch" / name, tmp_path))["notes"]
+    assert not [note for note in notes if "not known" in note]
+
+
 @pytest.fixture
 def workshop_args(tmp_path: Path) -> Any:
     """Copies of the embedded checkpoint whose args say something else."""

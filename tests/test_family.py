@@ -28,6 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3For
 
 from bisect_tool.__main__ import run
 from bisect_tool.args import conversion_args
+from bisect_tool.config_check import compare_settings
 from bisect_tool.conversion import check_table
 from bisect_tool.hf_directory import HuggingFaceDirectory, open_hf
 from bisect_tool.unknown import family_in
@@ -182,6 +183,25 @@ def test_args_say_what_config_says(directories: Mapping[str, HuggingFaceDirector
         linear = ("key_rows", "value_rows", "kernel", "interleaved")
         different = [name for name in (*shape, *linear, *moe) if getattr(dims, name) != getattr(theirs, name)]
         assert different == []
+        for layout in LAYOUTS:
+            args = conversion_args(family, directory.config, dims, layout, Parallel(), torch.bfloat16, False)
+            assert compare_settings(family, directory.config, args, layout)[0] == []
+
+
+def test_a_share_of_the_rotation_counts_where_transformers_reads_it() -> None:
+    """By transformers' own frequencies, for every family: half a head, or the whole of it where the code reads no such key."""
+    read = set()
+    for family in tiny.CONFIGS:
+        said = page(family) | {"partial_rotary_factor": 0.5}
+        said["rope_parameters"] = dict(said["rope_parameters"]) | {"partial_rotary_factor": 0.5}
+        model_type, config = said["model_type"], {name: value for name, value in said.items() if name != "model_type"}
+        dims = family_of(said).reference_dimensions(said)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **config))
+        (frequencies,) = [tensor for name, tensor in model.named_buffers() if name.endswith("rotary_emb.inv_freq")]
+        assert dims.rotary_percent == 2 * len(frequencies) / dims.head_width
+        read |= {family} if dims.rotary_percent == 0.5 else set()
+    assert read == {"qwen3.5", "qwen3.5-tied", "qwen3-next", "glm4-moe"}
 
 
 def test_an_extra_norm_and_a_lost_projection_are_listed_tensor_by_tensor(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from bisect_hooks.family import family_of
 from bisect_tool.launch.launch import Launch
 from bisect_tool.launch.read import read_launch
 from bisect_tool.launch.words import Where
-from bisect_tool.launch_check import Judged, judge, narrowed
+from bisect_tool.launch_check import Judged, judge
+from bisect_tool.model_args import narrowed
 
 DATA = Path(__file__).parent / "data"
 CONFIG: dict[str, Any] = json.loads((DATA / "configs/Qwen3.5-35B-A3B/config.json").read_text())

@@ -59,7 +59,7 @@ _SWITCHES_ON = """
     moe-pad-expert-input-to-capacity moe-router-force-load-balancing moe-apply-probs-on-input multi-latent-attention squared-relu
     openai-gelu qk-l2-norm apply-residual-connection-post-layernorm use-rotary-position-embeddings
     account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split attention-softmax-in-fp32 fp32-residual-connection
-    moe-enable-deepep
+    moe-enable-deepep quick-geglu post-self-attn-layernorm post-mlp-layernorm
 """
 _WHOLE = """
     num-layers hidden-size ffn-hidden-size num-attention-heads num-query-groups kv-channels vocab-size make-vocab-size-divisible-by
@@ -68,16 +68,19 @@ _WHOLE = """
     linear-key-head-dim linear-num-value-heads linear-value-head-dim linear-conv-kernel-dim tensor-model-parallel-size
     pipeline-model-parallel-size context-parallel-size expert-model-parallel-size expert-tensor-parallel-size
     num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank decoder-first-pipeline-num-layers
-    decoder-last-pipeline-num-layers actor-num-nodes actor-num-gpus-per-node
+    decoder-last-pipeline-num-layers moe-latent-size moe-router-topk-limited-devices
+    actor-num-nodes actor-num-gpus-per-node
 """
 _FRACTIONS = """
     norm-epsilon rotary-base rotary-percent rope-scaling-factor moe-router-topk-scaling-factor moe-expert-capacity-factor
-    hidden-dropout attention-dropout moe-input-jitter-eps
+    hidden-dropout attention-dropout moe-input-jitter-eps softmax-scale activation-func-clamp-value
+    glu-linear-offset
 """
 _TEXTS = """
     normalization position-embedding-type rope-type moe-router-score-function moe-router-dtype moe-token-dispatcher-type
     moe-token-drop-policy experimental-attention-variant linear-attention-type attention-backend transformer-impl softmax-type
     megatron-to-hf-mode hf-checkpoint pipeline-model-parallel-layout load ref-load
+    hybrid-override-pattern heterogeneous-layers-config-path
 """
 
 
@@ -112,6 +115,32 @@ def _table() -> dict[str, Flag]:
 FLAGS = _table()
 # args whose values say nothing of the model or its layout: they may be unknown
 MAY_BE_UNKNOWN = {"hf_checkpoint", "load", "ref_load", "actor_num_nodes", "actor_num_gpus_per_node", "attention_backend", "seq_length"}
+
+# flags that say nothing of what the model computes, by how their names begin: training, data, logging, storage, scheduling, rollouts
+_HARMLESS = """
+    lr min-lr adam sgd muon weight-decay start-weight-decay end-weight-decay clip-grad optimizer decoupled use-precision-aware-optimizer
+    loss-scale initial-loss-scale min-loss-scale hysteresis override-opt use-checkpoint global-batch-size micro-batch-size rampup train-
+    eval- exit- seed num-epoch num-rollout num-workers num-dataset-builder save load ckpt auto-detect-ckpt dist-ckpt async-save no-load
+    no-save use-dist-ckpt use-persistent-ckpt finetune log- logging tensorboard wandb use-wandb one-logger timing-log profile
+    use-pytorch-profiler record-memory memory-snapshot tokenizer vocab-file merge-file data- split dataloader mock-data eod-mask-loss
+    prompt input-key label-key metadata-key tool-key apply-chat-template rollout rm- reward group-rm custom-rm custom-generate
+    advantage kl- use-kl use-tis tis- eps-clip entropy gamma lambd n-samples over-sampling dynamic-sampling balance-data
+    use-dynamic-batch-size max-tokens-per-gpu sglang use-rollout use-slime-router actor- critic- ref- colocate offload
+    update-weight recompute overlap tp-comm distributed ddp use-distributed-optimizer use-megatron-fsdp accumulate-allreduce
+    grad-reduce gradient-accumulation no-gradient-accumulation calculate-per-token-loss cross-entropy check-for manual-gc cuda-graph
+    enable-cuda-graph deterministic-mode nccl use-flash-attn bias- no-bias- no-masked-softmax-fusion no-rope-fusion no-persist-layer-norm
+    no-check-for-nan init-method use-cpu-initialization no-initialization moe-aux-loss-coeff moe-z-loss-coeff
+    moe-router-bias-update-rate moe-router-fusion moe-router-padding moe-per-layer-logging moe-layer-recompute moe-deepep
+    moe-flex-dispatcher-backend moe-hybridep delay-wgrad defer-embedding-wgrad cpu-offloading mtp-loss-scaling-factor debug- rl- grpo-
+    use-fault-tolerance rerun-mode trust-remote-code enable-experimental
+"""
+HARMLESS = tuple(f"--{name}" for name in _HARMLESS.split())
+
+
+def harmless(name: str) -> bool:
+    """A flag outside our table that is known to leave the model alone."""
+    written = name.replace("_", "-")
+    return any(written == one.rstrip("-") or written.startswith(f"{one.rstrip('-')}-") for one in HARMLESS)
 
 
 @dataclass

@@ -141,6 +141,13 @@ def sums(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.parametrize("name", ["slime-0.2.4-ep1", "slime-0.2.4-ep4", "slime-fixed-ep4"])
+def test_the_637_args_of_a_real_conversion_are_right(name: str, cases: dict[str, Path], tmp_path: Path) -> None:
+    code = run(["config", "--reference", str(cases[REFERENCE]), "--candidate", str(cases[name]), "--out", str(tmp_path)])
+    page = json.loads((tmp_path / "report.json").read_text())
+    assert (code, page["verdict"], page["faults"], page["minor"]) == (0, "agrees", [], [])
+
+
 def by_activations(under: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a run finds without the weights stage: E01, placed by how it is run now, and the decay, whose tokens say dt_bias (rule 7)."""
     shard = {"ep": [1, 2, 3]} if under == "ep4" else {}

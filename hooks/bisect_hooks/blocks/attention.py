@@ -24,7 +24,7 @@ class Attention:
     """What a family says of its attention; a Key where config.json says it.
 
     head_width      hidden size over heads where neither config.json nor its default says it
-    rotary_percent  where config.json does not say it
+    rotary_percent  where config.json does not say it; None: the family's rotary code reads no such key and rotates the whole head
     qkv_bias        on q, k and v alone: Megatron has no flag for one on o_proj, so config.json may not ask for that
     """
 
@@ -32,7 +32,7 @@ class Attention:
     output_gate: bool | Key = False
     qkv_bias: bool | Key = False
     head_width: Key = Key("head_dim", None)
-    rotary_percent: float = 1.0
+    rotary_percent: float | None = 1.0
 
     def dimensions(self, config: Config) -> dict[str, Any]:
         hidden, heads = config.number(Key("hidden_size")), config.number(Key("num_attention_heads"))
@@ -147,8 +147,11 @@ class Attention:
         return sorted(taps, key=lambda tap: tap.site)
 
 
-def rotary(config: Config, percent: float) -> tuple[float, float]:
-    """(base, rotated share of each head).  transformers 5 writes rope_parameters; before, rope_theta and rope_scaling stood apart."""
+def rotary(config: Config, percent: float | None) -> tuple[float, float]:
+    """(base, rotated share of each head).  transformers 5 writes rope_parameters; before, rope_theta and rope_scaling stood apart.
+
+    A key that the family's code does not read is read here and changes nothing, as there.
+    """
     page: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
         said = config.get(Key(name, {}))
@@ -161,4 +164,4 @@ def rotary(config: Config, percent: float) -> tuple[float, float]:
         page |= said
     outer = {"rope_theta": config.get(Key("rope_theta", 10000)), "partial_rotary_factor": config.get(Key("partial_rotary_factor", percent))}
     base, share = (page.get(name) or value for name, value in outer.items())
-    return float(base), float(share)
+    return float(base), 1.0 if percent is None else float(share)

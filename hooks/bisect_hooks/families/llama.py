@@ -10,6 +10,6 @@ FAMILY = Decoder(
     name="llama",
     model_types=("llama",),
     modeling="transformers.models.llama.modeling_llama",
-    attention=Attention(),
+    attention=Attention(rotary_percent=None),
     dense=Dense(),
 )

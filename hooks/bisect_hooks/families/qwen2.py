@@ -10,6 +10,6 @@ FAMILY = Decoder(
     name="qwen2",
     model_types=("qwen2",),
     modeling="transformers.models.qwen2.modeling_qwen2",
-    attention=Attention(qkv_bias=True),
+    attention=Attention(qkv_bias=True, rotary_percent=None),
     dense=Dense(),
 )

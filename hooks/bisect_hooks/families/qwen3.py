@@ -11,6 +11,6 @@ FAMILY = Decoder(
     name="qwen3",
     model_types=("qwen3",),
     modeling="transformers.models.qwen3.modeling_qwen3",
-    attention=Attention(qk_norm=True, head_width=Key("head_dim", 128)),
+    attention=Attention(qk_norm=True, head_width=Key("head_dim", 128), rotary_percent=None),
     dense=Dense(),
 )

@@ -11,7 +11,7 @@ FAMILY = Decoder(
     name="qwen3-moe",
     model_types=("qwen3_moe",),
     modeling="transformers.models.qwen3_moe.modeling_qwen3_moe",
-    attention=Attention(qk_norm=True),
+    attention=Attention(qk_norm=True, rotary_percent=None),
     dense=Dense(),
     experts=Experts(where=sparse_step, renormalised=Key("norm_topk_prob", False)),
 )
