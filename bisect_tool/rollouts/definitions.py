@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,8 +31,9 @@ UNITS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 # a number outside of these is no log-prob: engines write -9999 for none, and bf16 rounds to a little above 0
 LOWEST, HIGHEST = -1000.0, 0.1
-# hypotheses are tried on this many tokens
+# hypotheses are tried on this many tokens, and every response against every other for this many
 TOKENS = 4096
+RESPONSES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,10 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Definition:
-    """What the engine's log-probs are, if not the reference's.  before, after: mean distance in nats a token."""
+    """What the engine's log-probs are, if not the reference's.  before, after: mean distance in nats a token.
+
+    rows: for each response, which one's it carries   others: what those are to the reference, by id() of the Sample
+    """
 
     kind: str
     value: float
@@ -61,18 +65,22 @@ class Definition:
     after: float
     between: tuple[float, float] | None = None
     temperature: float = 1.0
+    rows: tuple[int, ...] = ()
+    others: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
     def short(self) -> str:
         """In a word or two, for "after .."."""
         if self.kind in ("rows", "labels"):
-            return f"{self.kind} {self.value:+.0f}"
-        return self.kind if self.kind in UNITS else f"{self.kind} {self.value:g}"
+            return f"moving {self.kind} by one"
+        return "exchanging rows" if self.rows else self.kind if self.kind in UNITS else f"{self.kind} {self.value:g}"
 
     @property
     def detail(self) -> dict[str, Any]:
         if self.kind == "temperature":
             return {"value": 1 / self.value if self.value else "inf", "temperature": self.value}
+        if self.rows:
+            return {"map": list(self.rows[:64]), "of": "responses"}
         if self.kind in UNITS:
             return {"flag": "log-prob", "value": self.kind, "expected": "natural logarithm"}
         if self.kind in ("rows", "labels"):
@@ -125,13 +133,33 @@ def define(found: Pool) -> Definition | None:
     return simple if _holds(simple) else None
 
 
+def exchanged(samples: Sequence[Sample], scored: Sequence[Scored], said: Callable[[Sample], Sequence[float | None]]) -> Definition | None:
+    """Whether every response carries the log-probs of one response, and not each its own; None where it does not, or where they are many."""
+    if not 1 < len(samples) <= RESPONSES:
+        return None
+    engine = [torch.tensor([math.nan if value is None else value for value in said(one)], dtype=torch.float64) for one in samples]
+    reference = [view.logs[one.start :] for one, view in zip(samples, scored, strict=True)]
+    apart = [[_distance(one, _padded(other, len(one))) for other in reference] for one in engine]
+    rows = tuple(min(range(len(apart)), key=lambda j: row[j]) for row in apart)
+    before, after = (sum(row[j] for row, j in zip(apart, chosen, strict=True)) / len(apart) for chosen in (range(len(apart)), rows))
+    others = {id(one): _padded(reference[j], one.length) for one, j in zip(samples, rows, strict=True)}
+    found = Definition("samples", 0.0, before, after, rows=rows, others=others)
+    return found if before >= LEAST and math.isfinite(before) and len(set(rows)) == len(rows) and _holds(found) else None
+
+
+def _padded(logs: torch.Tensor, length: int) -> torch.Tensor:
+    return torch.cat([logs[:length], torch.full((max(0, length - len(logs)),), math.nan, dtype=torch.float64)])
+
+
 def _holds(one: Definition) -> bool:
     return one.after <= LEFT and one.after * GAIN <= one.before
 
 
 def expected(definition: Definition, sample: Sample, view: Scored) -> torch.Tensor:
     """The engine's log-probs of a sample's response [n], in nats, as the definition makes them of the reference; NaN where it can't say."""
-    if definition.kind in UNITS:
+    if id(sample) in definition.others:
+        return definition.others[id(sample)]
+    if definition.kind in UNITS or definition.rows:
         return view.logs[sample.start :]
     one = pool([sample], [view], lambda sample: [0.0] * sample.length)
     if one is None:

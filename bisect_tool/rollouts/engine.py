@@ -98,7 +98,10 @@ class Bench:
             other = each.trained
         else:
             other = each.reference if definition is None else definitions.expected(definition, sample, self.scored[i])
-            if definition is not None and definition.kind != "rows":  # a row off by one has an end that nothing is known of
+            if definition is not None and definition.kind not in (
+                "rows",
+                "samples",
+            ):  # a row off by one has an end that nothing is known of
                 other = torch.where(other.isfinite(), other, each.reference)
         difference = engine - other
         values = sample.decode if each.best == "decode" else sample.prefill[sample.start :]
@@ -149,8 +152,12 @@ class Bench:
 
     def _definition(self, base: Sequence[int]) -> definitions.Definition | None:
         samples, scored = [self.samples[i] for i in base], [self.scored[i] for i in base]
-        found = definitions.pool(samples, scored, lambda sample: sample.decode or sample.prefill[sample.start :])
-        one = definitions.define(found) if found is not None else None
+
+        def numbers(sample: Sample) -> Sequence[float | None]:
+            return sample.decode or sample.prefill[sample.start :]
+
+        found = definitions.pool(samples, scored, numbers)
+        one = definitions.define(found) or definitions.exchanged(samples, scored, numbers) if found is not None else None
         if one is None or found is None:
             return None
         self.after = f" after {one.short}"
@@ -167,11 +174,13 @@ class Bench:
             one.after,
             f"plainly scored, it stays {one.before:.3g}{'; some of them are above 0, as no log-prob is' if bool((found.engine > definitions.HIGHEST).any()) else ''}",
         )
-        site = Site("tokens") if one.kind in ("rows", "labels") else HEAD
-        kind = {"temperature": "scale", "rows": "shifted-tokens", "labels": "shifted-tokens"}.get(one.kind, "config")
+        site = Site("tokens") if one.kind in ("rows", "labels", "samples") else HEAD
+        kind = {"temperature": "scale", "rows": "shifted-tokens", "labels": "shifted-tokens", "samples": "permutation"}.get(
+            one.kind, "config"
+        )
         self._add(
             "rollout-config", site, ("reference", "engine"), Relation(kind, one.detail), f"Rollout-config fault: the engine's log-probs are {text}.", do,
-            measure(found.reference, definitions.UNITS[one.kind](found.engine) if one.kind in definitions.UNITS else found.engine), proof=proof,
+            measure(found.reference, found.engine), proof=proof,
         )  # fmt: skip
         self.found.cleared.append(("the weights", f"by that definition engine and reference are {one.after:.2g} nats a token apart"))
         return one
@@ -236,7 +245,7 @@ class Bench:
         first = min(one.first or 0 for _, one in bad)
         sizes = sum(one.apart for _, one in bad) / len(bad) if bad[0][1].text else patterns.mean([one.numbers for _, one in bad])
         what = (
-            f"wrong: {broken} log-probs in them are none ({judging.no_numbers([one for _, one in bad])})" if broken
+            f"wrong: {broken} of their log-probs are none ({judging.no_numbers([one for _, one in bad])})" if broken
             else f"{sizes:.2g} nats a token more surprising than the reference's own text" if bad[0][1].text else f"{sizes:.2g} nats a token from the reference"
         )  # fmt: skip
         loops = sum(patterns.repeats(self.samples[i].tokens[self.samples[i].start :]) > 0.5 for i, _ in bad)
@@ -244,6 +253,8 @@ class Bench:
         if explained is not None:
             self._placed(explained, difference, len(bad), what)
             return
+        if seen.kind == "some" and not broken and not bad[0][1].text:
+            what += f", {max(float(one.signal.max()) for _, one in bad):.2g} at the furthest token"
         blamed = judging.blame(distances, seen, self.known, to_trainer)
         relation = Relation("nan" if broken else "unknown", {"seen": seen.kind, "first_token": first, **seen.detail})
         cls = f"{blamed.cls.capitalize()} fault" if blamed.cls else "Fault of open class"

@@ -226,20 +226,19 @@ def worst_tokens(
         numbers = f"reference {float(each.reference[k]):.3g}" + (f", engine {float(engine):.3g}" if bool(engine.isfinite()) else "")
         since = f", bad from token {one.first} on" if one.first is not None else ""
         kind = "more surprising than its own text" if one.text else f"apart{after}"
+        size = f"{one.mean:.3g} nats a token {kind}"
         if one.broken:
-            kind += f", and {len(one.broken)} of its {one.sample.length} log-probs no number ({no_numbers([one])})"
-        lines.append(
-            f"{one.sample.where}: {one.mean:.3g} nats a token {kind}{since}; worst at token {k}, {around[1]!r} after {around[0]!r}: {numbers}"
-        )
+            size = f"{len(one.broken)} of its {one.sample.length} log-probs are none ({no_numbers([one], named=False)}), the others {size}"
+        lines.append(f"{one.sample.where}: {size}{since}; worst at token {k}, {around[1]!r} after {around[0]!r}: {numbers}")
     return lines
 
 
-def no_numbers(measured: Sequence[Measured], most: int = 3) -> str:
-    """What stands in the place of log-probs, and where: "nan in a line 4 at token 3"."""
+def no_numbers(measured: Sequence[Measured], most: int = 3, *, named: bool = True) -> str:
+    """What stands in the place of log-probs, and where: "NaN in a.jsonl line 4 at token 3", without the response where it is not `named`."""
     found = []
     for one in measured:
         values = one.sample.decode if any(value is not None for value in one.sample.decode) else one.sample.prefill[one.sample.start :]
-        found += [f"{str(values[k]).replace('nan', 'NaN')} in {one.sample.where} at token {k}" for k in one.broken]
+        found += [f"{str(values[k]).replace('nan', 'NaN')}{f' in {one.sample.where}' if named else ''} at token {k}" for k in one.broken]
     return ", ".join(found[:most]) + (f" and {len(found) - most} more" if len(found) > most else "")
 
 
@@ -262,6 +261,16 @@ def _truncated(one: definitions.Definition) -> tuple[str, str]:
     )
 
 
+def _exchange(rows: Sequence[int]) -> str:
+    steps = {(j - i) % len(rows) for i, j in enumerate(rows)}
+    if len(steps) == 1:
+        step = steps.pop()
+        step = step if step * 2 <= len(rows) else step - len(rows)
+        return f"each carries those of the one {abs(step)} {'after' if step > 0 else 'before'} it"
+    moved = [f"{i} those of {j}" for i, j in enumerate(rows) if i != j]
+    return f"counted from 0, {', '.join(moved[:4])}{' ..' if len(moved) > 4 else ''}"
+
+
 SENTENCES: dict[str, Callable[[definitions.Definition], tuple[str, str]]] = {
     "temperature": _temperature,
     "top_p": _truncated,
@@ -272,6 +281,10 @@ SENTENCES: dict[str, Callable[[definitions.Definition], tuple[str, str]]] = {
     "base 10": lambda _: (
         "of base 10: 0.434 times the natural logarithm",
         "Multiply by ln 10, or have the engine use the natural logarithm.",
+    ),
+    "samples": lambda one: (
+        f"those of other responses: {_exchange(one.rows)}",
+        "Keep log-probs with their response where the batch is sorted, split or gathered.",
     ),
     "rows": lambda one: (
         f"those of the token one {'earlier' if one.value < 0 else 'later'}: the row is off by one",

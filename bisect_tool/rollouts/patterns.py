@@ -154,7 +154,16 @@ def pattern(measured: Sequence[Measured]) -> Pattern | None:
     single = all(bool((one.signal > FAR).any()) for one in bad) and not bad[0].text
     if good and (single or min(one.apart for one in bad) > BETWEEN * max(one.apart for one in good)):
         return Pattern("some", "and nothing in the dump tells them from the others", {"wrong": len(bad), "of": len(measured)})
-    return Pattern("every", "from the first tokens on", {"wrong": len(bad), "of": len(measured)})
+    return Pattern("every", _onset(bad) or "from the first tokens on", {"wrong": len(bad), "of": len(measured)})
+
+
+def _onset(bad: Sequence[Measured]) -> str:
+    """Where in the responses it begins, where that is behind their first tokens and about the same in all."""
+    first = sorted(one.first or 0 for one in bad)
+    low, high = first[0], first[-1]
+    if low < 2 or first[len(first) * 4 // 5] - low > WINDOW // 2:
+        return ""
+    return f"bad from token {low}{f' to {high}' if high > low else ''} on in every response"
 
 
 def _by_engine(bad: Sequence[Measured], good: Sequence[Measured]) -> Pattern | None:
@@ -231,4 +240,6 @@ def _by_decode(bad: Sequence[Measured], good: Sequence[Measured]) -> Pattern | N
     others = [float(one.signal[1 : 1 + WINDOW].mean()) for one in bad if len(one.signal) > 1]
     if not others or sorted(others)[len(others) // 2] < APART:
         return None
-    return Pattern("decode", "the first token of each, which comes out of prefill, is right; what decode adds is not", {"path": "decode"})
+    onset = _onset(bad)
+    text = "the first token of each, which comes out of prefill, is right; what decode adds is not"
+    return Pattern("decode", f"{text} ({onset})" if onset else text, {"path": "decode"})
