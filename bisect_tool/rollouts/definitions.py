@@ -1,4 +1,4 @@
-"""Another definition of the same log-prob: a temperature, a truncated support, labels off by one.
+"""Another definition of the same log-prob: a temperature, a truncated support, labels off by one, another unit.
 
 Each hypothesis says what the engine's number would be, from the reference's own logits.  It is claimed when it explains what is seen:
 what is left is as small as an engine's arithmetic, and a third or less of what was there before.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,8 +22,18 @@ GAIN = 3.0
 TEMPERATURES = [math.exp(x / 20) for x in range(-60, 61)]
 TOP_P = [0.05 * n for n in range(2, 20)] + [0.96, 0.97, 0.98, 0.99, 0.995]
 TOP_K = [1, 2, 3, 4, 5, 8, 10, 16, 20, 25, 30, 32, 40, 50, 64, 100, 128, 200, 256]
-# hypotheses are tried on this many tokens
+# what makes nats of numbers of another unit
+UNITS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "negated": lambda said: -said,
+    "probability": lambda said: said.log(),
+    "base 2": lambda said: said * math.log(2),
+    "base 10": lambda said: said * math.log(10),
+}
+# a number outside of these is no log-prob: engines write -9999 for none, and bf16 rounds to a little above 0
+LOWEST, HIGHEST = -1000.0, 0.1
+# hypotheses are tried on this many tokens, and every response against every other for this many
 TOKENS = 4096
+RESPONSES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +54,10 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Definition:
-    """What the engine's log-probs are, if not the reference's.  before, after: mean distance in nats a token."""
+    """What the engine's log-probs are, if not the reference's.  before, after: mean distance in nats a token.
+
+    rows: for each response, which one's it carries   others: what those are to the reference, by id() of the Sample
+    """
 
     kind: str
     value: float
@@ -52,11 +65,24 @@ class Definition:
     after: float
     between: tuple[float, float] | None = None
     temperature: float = 1.0
+    rows: tuple[int, ...] = ()
+    others: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def short(self) -> str:
+        """In a word or two, for "after .."."""
+        if self.kind in ("rows", "labels"):
+            return f"moving {self.kind} by one"
+        return "exchanging rows" if self.rows else self.kind if self.kind in UNITS else f"{self.kind} {self.value:g}"
 
     @property
     def detail(self) -> dict[str, Any]:
         if self.kind == "temperature":
             return {"value": 1 / self.value if self.value else "inf", "temperature": self.value}
+        if self.rows:
+            return {"map": list(self.rows[:64]), "of": "responses"}
+        if self.kind in UNITS:
+            return {"flag": "log-prob", "value": self.kind, "expected": "natural logarithm"}
         if self.kind in ("rows", "labels"):
             return {"offset": int(self.value), "of": self.kind}
         words: dict[str, Any] = {"flag": self.kind, "value": self.value, "expected": 1.0 if self.kind == "top_p" else -1}
@@ -77,9 +103,9 @@ def pool(samples: Sequence[Sample], scored: Sequence[Scored], said: Callable[[Sa
         ids = torch.tensor(sample.tokens)
         nothing = torch.tensor([math.nan], dtype=torch.float64)
         own, last = slice(sample.start, None), ids[-1:]
-        kept = engine.isfinite() & view.logs[own].isfinite()
+        kept = engine.isfinite() & (engine > LOWEST) & view.logs[own].isfinite()
         columns = (
-            engine, view.logs[own], ids[own], view.logits, view.logs[sample.start - 1 : -1], torch.cat([view.logs[sample.start + 1 :], nothing]),
+            engine, view.logs[own], ids[own], view.logits, torch.cat([nothing, view.logs[own][:-1]]), torch.cat([view.logs[own][1:], nothing]),
             ids[sample.start - 1 : -1], torch.cat([ids[sample.start + 1 :], last]),
         )  # fmt: skip
         parts.append(tuple(column[kept] for column in columns))
@@ -98,6 +124,7 @@ def define(found: Pool) -> Definition | None:
     if len(found.engine) > 1 and bool((found.engine == 0).all()):
         return Definition("temperature", 0.0, before, 0.0)
     tried = [_temperature(found, before), *_shifts(found, before)]
+    tried += [Definition(kind, 0.0, before, _distance(undo(found.engine), found.reference)) for kind, undo in UNITS.items()]
     tried += [_truncated(found, before, kind, values, 1.0) for kind, values in (("top_p", TOP_P), ("top_k", TOP_K))]
     simple = min(tried, key=lambda one: one.after)
     if not _holds(simple):
@@ -106,12 +133,34 @@ def define(found: Pool) -> Definition | None:
     return simple if _holds(simple) else None
 
 
+def exchanged(samples: Sequence[Sample], scored: Sequence[Scored], said: Callable[[Sample], Sequence[float | None]]) -> Definition | None:
+    """Whether every response carries the log-probs of one response, and not each its own; None where it does not, or where they are many."""
+    if not 1 < len(samples) <= RESPONSES:
+        return None
+    engine = [torch.tensor([math.nan if value is None else value for value in said(one)], dtype=torch.float64) for one in samples]
+    reference = [view.logs[one.start :] for one, view in zip(samples, scored, strict=True)]
+    apart = [[_distance(one, _padded(other, len(one))) for other in reference] for one in engine]
+    rows = tuple(min(range(len(apart)), key=lambda j: row[j]) for row in apart)
+    before, after = (sum(row[j] for row, j in zip(apart, chosen, strict=True)) / len(apart) for chosen in (range(len(apart)), rows))
+    others = {id(one): _padded(reference[j], one.length) for one, j in zip(samples, rows, strict=True)}
+    found = Definition("samples", 0.0, before, after, rows=rows, others=others)
+    return found if before >= LEAST and math.isfinite(before) and len(set(rows)) == len(rows) and _holds(found) else None
+
+
+def _padded(logs: torch.Tensor, length: int) -> torch.Tensor:
+    return torch.cat([logs[:length], torch.full((max(0, length - len(logs)),), math.nan, dtype=torch.float64)])
+
+
 def _holds(one: Definition) -> bool:
     return one.after <= LEFT and one.after * GAIN <= one.before
 
 
 def expected(definition: Definition, sample: Sample, view: Scored) -> torch.Tensor:
-    """The engine's log-probs of a sample's response [n] as the definition makes them of the reference; NaN where it can't say."""
+    """The engine's log-probs of a sample's response [n], in nats, as the definition makes them of the reference; NaN where it can't say."""
+    if id(sample) in definition.others:
+        return definition.others[id(sample)]
+    if definition.kind in UNITS or definition.rows:
+        return view.logs[sample.start :]
     one = pool([sample], [view], lambda sample: [0.0] * sample.length)
     if one is None:
         return torch.full((sample.length,), math.nan, dtype=torch.float64)

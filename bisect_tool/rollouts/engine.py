@@ -27,8 +27,6 @@ HEAD = Site("lm_head")
 TRIED, TRIED_TOKENS = 4, 1024
 # simulations that are left after the first response
 FINALISTS = 4
-# what stands for a log-prob that is no number: further off than any number gets
-NO_NUMBER = 100.0
 
 
 @dataclass
@@ -53,7 +51,7 @@ class Bench:
         text: Callable[[list[int]], str], known: Known,
     ) -> None:  # fmt: skip
         self.samples, self.scored, self.reference, self.text = samples, scored, reference, text
-        self.known, self.rerun = known, known.rerun
+        self.others, self.known, self.rerun, self.after = others, known, known.rerun, ""
         self.said = [judging.sides_of(*one) for one in zip(samples, scored, others, strict=True)]
         self.found = Judged()
         self.lowest = min((sample.age for sample in samples), default=(0, ""))
@@ -65,6 +63,8 @@ class Bench:
         compared = [i for i in numbered if not self.samples[i].mixed]
         self._say_mixed(numbered)
         definition = self._definition([i for i in compared if self._is_base(i)])
+        if definition is not None and definition.kind in definitions.UNITS:
+            self.said = [judging.sides_of(*one, definition.kind) for one in zip(self.samples, self.scored, self.others, strict=True)]
         differences = [self._difference(i, definition) for i in compared]
         self.found.tokens = sum(int(one.isfinite().sum()) for one in differences)
         by_logs = patterns.by_logs([self.samples[i] for i in compared], differences)
@@ -98,11 +98,15 @@ class Bench:
             other = each.trained
         else:
             other = each.reference if definition is None else definitions.expected(definition, sample, self.scored[i])
-            other = torch.where(other.isfinite(), other, each.reference) if definition is not None else other
+            if definition is not None and definition.kind not in (
+                "rows",
+                "samples",
+            ):  # a row off by one has an end that nothing is known of
+                other = torch.where(other.isfinite(), other, each.reference)
         difference = engine - other
         values = sample.decode if each.best == "decode" else sample.prefill[sample.start :]
-        broken = torch.tensor([value is not None and not math.isfinite(value) for value in values])
-        return torch.where(broken, torch.full_like(difference, NO_NUMBER), difference)
+        given = torch.tensor([value is not None for value in values])
+        return torch.where(given & engine.isnan(), math.inf, difference)
 
     def _capture(self) -> None:
         """Prompt log-probs that are garbage where the prefix came from a cache, while everything computed is right."""
@@ -148,10 +152,15 @@ class Bench:
 
     def _definition(self, base: Sequence[int]) -> definitions.Definition | None:
         samples, scored = [self.samples[i] for i in base], [self.scored[i] for i in base]
-        found = definitions.pool(samples, scored, lambda sample: sample.decode or sample.prefill[sample.start :])
-        one = definitions.define(found) if found is not None else None
+
+        def numbers(sample: Sample) -> Sequence[float | None]:
+            return sample.decode or sample.prefill[sample.start :]
+
+        found = definitions.pool(samples, scored, numbers)
+        one = definitions.define(found) or definitions.exchanged(samples, scored, numbers) if found is not None else None
         if one is None or found is None:
             return None
+        self.after = f" after {one.short}"
         expected = [definitions.expected(one, self.samples[i], self.scored[i]) for i in base]
         trained = torch.cat([self.said[i].trained - other for i, other in zip(base, expected, strict=True)])
         trained = trained[trained.isfinite()]
@@ -163,10 +172,12 @@ class Bench:
             f"score the reference so: {text}; mean distance in nats a token",
             one.before,
             one.after,
-            f"plainly scored, it stays {one.before:.3g}",
+            f"plainly scored, it stays {one.before:.3g}{'; some of them are above 0, as no log-prob is' if bool((found.engine > definitions.HIGHEST).any()) else ''}",
         )
-        site = Site("tokens") if one.kind in ("rows", "labels") else HEAD
-        kind = {"temperature": "scale", "rows": "shifted-tokens", "labels": "shifted-tokens"}.get(one.kind, "config")
+        site = Site("tokens") if one.kind in ("rows", "labels", "samples") else HEAD
+        kind = {"temperature": "scale", "rows": "shifted-tokens", "labels": "shifted-tokens", "samples": "permutation"}.get(
+            one.kind, "config"
+        )
         self._add(
             "rollout-config", site, ("reference", "engine"), Relation(kind, one.detail), f"Rollout-config fault: the engine's log-probs are {text}.", do,
             measure(found.reference, found.engine), proof=proof,
@@ -187,7 +198,7 @@ class Bench:
             sudden = before is not None and before <= patterns.MOST and level[age] > patterns.APART
             if one.bad and not self._is_base(i) and not len(self.samples[i].trained) and not by_text[i].bad and not sudden:
                 moved += 1
-                one = Measured(one.sample, one.signal, one.apart)
+                one = Measured(one.sample, one.signal, one.numbers, one.apart)
             kept.append(one)
         if moved:
             self.found.open.append(
@@ -230,13 +241,11 @@ class Bench:
         reference = torch.cat([each.reference for each in said])
         both = engine.isfinite()
         difference = measure(reference[both], engine[both]) if bool(both.any()) else None
-        broken = sum(
-            value is not None and not math.isfinite(value) for i, _ in bad for value in (*self.samples[i].decode, *self.samples[i].prefill)
-        )
+        broken = sum(len(one.broken) for _, one in bad)
         first = min(one.first or 0 for _, one in bad)
-        sizes = sum(one.apart for _, one in bad) / len(bad)
+        sizes = sum(one.apart for _, one in bad) / len(bad) if bad[0][1].text else patterns.mean([one.numbers for _, one in bad])
         what = (
-            f"{broken} of its log-probs are no number" if broken
+            f"wrong: {broken} of their log-probs are none ({judging.no_numbers([one for _, one in bad])})" if broken
             else f"{sizes:.2g} nats a token more surprising than the reference's own text" if bad[0][1].text else f"{sizes:.2g} nats a token from the reference"
         )  # fmt: skip
         loops = sum(patterns.repeats(self.samples[i].tokens[self.samples[i].start :]) > 0.5 for i, _ in bad)
@@ -244,6 +253,8 @@ class Bench:
         if explained is not None:
             self._placed(explained, difference, len(bad), what)
             return
+        if seen.kind == "some" and not broken and not bad[0][1].text:
+            what += f", {max(float(one.signal.max()) for _, one in bad):.2g} at the furthest token"
         blamed = judging.blame(distances, seen, self.known, to_trainer)
         relation = Relation("nan" if broken else "unknown", {"seen": seen.kind, "first_token": first, **seen.detail})
         cls = f"{blamed.cls.capitalize()} fault" if blamed.cls else "Fault of open class"
@@ -265,17 +276,15 @@ class Bench:
     def _quiet(self, compared: Sequence[int], measured: Sequence[Measured]) -> None:
         """More than engines usually are apart, and not enough to be a fault: is it one that is known, and small here?"""
         base = [(i, one) for i, one in zip(compared, measured, strict=True) if self._is_base(i) and not one.bad]
-        signal = torch.cat([one.signal for _, one in base]) if base else torch.zeros(1)
-        if self.found.faults or float(signal.mean()) <= patterns.USUAL:
+        apart = patterns.mean([one.numbers for _, one in base])
+        if self.found.faults or apart <= patterns.USUAL:
             return
         explained = self._simulated([i for i, _ in base])
         if explained is not None:
             engine = torch.cat([self.said[i].side(self.said[i].best) for i, _ in base])
             reference = torch.cat([self.said[i].reference for i, _ in base])
             both = engine.isfinite()
-            self._placed(
-                explained, measure(reference[both], engine[both]), len(base), f"{float(signal.mean()):.2g} nats a token from the reference"
-            )
+            self._placed(explained, measure(reference[both], engine[both]), len(base), f"{apart:.2g} nats a token from the reference")
 
     def _placed(self, found: simulate.Explained, difference: Difference | None, bad: int, what: str) -> None:
         one = found.simulation
@@ -329,10 +338,14 @@ class Bench:
     def _say_rest(self, compared: Sequence[int], measured: Sequence[Measured], by_text: Sequence[Measured]) -> None:
         good = [i for i, one in zip(compared, measured, strict=True) if not one.bad]
         if good and not any(fault.first.cls == "rollout-config" for fault in self.found.faults):
-            distance = sum(float(one.signal.sum()) for one in measured if not one.bad)
-            tokens = sum(self.samples[i].length for i in good)
-            mean = distance / max(1, tokens)
-            self.found.notes.append(judging.noise_note(mean, tokens))
+            signal = torch.cat([one.numbers for one in measured if not one.bad])
+            mean, tail = float(signal.mean()), patterns.torn(signal)
+            self.found.notes.append(judging.noise_note(mean, len(signal), tail, float(signal.max())))
+            if tail and mean <= patterns.MOST and not self.found.faults:
+                self.found.open.append(
+                    f"{tail} tokens are {patterns.TAIL:g} times as far from the reference as the mean of {mean:.2g} nats: no arithmetic scatters so, and it is "
+                    f"too little to be called a fault; {self.rerun('--train TRAIN_DUMP')} tells whose it is, or --hashes whether the engine holds the right weights"
+                )
             if patterns.MOST < mean and not self.found.faults:
                 self.found.open.append(
                     f"{mean:.2g} nats a token is more than engines that are right show and too little to be called a fault; "
@@ -342,10 +355,11 @@ class Bench:
         self._clear(rows, measured)
         if len(rows) > 1:
             words = [f"{judging.WORDS[a]} - {judging.WORDS[b]} {value:.3g}" for (a, b), value in rows.items()]
-            self.found.probes.append(f"mean distance in nats a token: {', '.join(words)}")
+            plain = " (plainly scored)" if self.after else ""
+            self.found.probes.append(f"mean distance in nats a token{plain}: {', '.join(words)}")
         order = {i: one for i, one in zip(compared, measured, strict=True)}
         every = [order.get(i, by_text[i]) for i in range(len(self.samples))]
-        self.found.probes += judging.worst_tokens(every, self.said, self.text)
+        self.found.probes += judging.worst_tokens(every, self.said, self.text, self.after)
         entropy = torch.cat([view.entropy[sample.start :] for sample, view in zip(self.samples, self.scored, strict=True)]).mean()
         surprise = -torch.cat([each.reference for each in self.said]).mean()
         loops = [patterns.repeats(sample.tokens[sample.start :]) for sample in self.samples]
@@ -367,7 +381,8 @@ class Bench:
         far = {pair: value for pair, value in rows.items() if pair[1] == "reference"}
         for side, suspect in (("decode", "the engine's decode"), ("prefill", "the engine's prefill"), ("candidate", judging.CONVERSION)):
             value = far.get((side, "reference"))
-            if value is not None and value <= patterns.MOST:
+            tail = patterns.torn(torch.cat([each.apart(side, "reference") for each in self.said]))
+            if value is not None and value <= patterns.MOST and not tail:
                 self.found.cleared.append((suspect, f"its log-probs are {value:.2g} nats a token from the reference's"))
 
     def _add(

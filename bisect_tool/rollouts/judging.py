@@ -10,7 +10,7 @@ import torch
 
 from bisect_tool.rollouts import definitions
 from bisect_tool.rollouts.known import Known
-from bisect_tool.rollouts.patterns import ALL_APART, MOST, USUAL, Measured, Pattern
+from bisect_tool.rollouts.patterns import ALL_APART, LITTLE, MOST, TAIL, USUAL, Measured, Pattern
 from bisect_tool.rollouts.sample import Sample
 from bisect_tool.rollouts.scoring import Scored
 
@@ -52,15 +52,24 @@ class Said:
         return self.side(one) - self.side(other)
 
 
-def sides_of(sample: Sample, view: Scored, others: Mapping[str, Scored]) -> Said:
-    """All that was said of a sample."""
+def sides_of(sample: Sample, view: Scored, others: Mapping[str, Scored], unit: str = "") -> Said:
+    """All that was said of a sample, in nats; what is no log-prob is NaN too.  unit: the definition that the engine's numbers are of"""
 
-    def row(values: Sequence[float | None]) -> torch.Tensor:
+    def row(values: Sequence[float | None], unit: str = "") -> torch.Tensor:
         padded = values if values else [None] * sample.length
-        return torch.tensor([math.nan if value is None else value for value in padded], dtype=torch.float64)
+        found = torch.tensor([math.nan if value is None else value for value in padded], dtype=torch.float64)
+        found = definitions.UNITS[unit](found) if unit in definitions.UNITS else found
+        return torch.where((found > definitions.LOWEST) & (found <= definitions.HIGHEST), found, torch.nan)
 
     candidate, export = (others[name].logs[sample.start :] if name in others else row(()) for name in GIVEN)
-    return Said(row(sample.decode), row(sample.prefill[sample.start :]), row(sample.trained), candidate, export, view.logs[sample.start :])
+    return Said(
+        row(sample.decode, unit),
+        row(sample.prefill[sample.start :], unit),
+        row(sample.trained),
+        candidate,
+        export,
+        view.logs[sample.start :],
+    )
 
 
 def mean_apart(said: Sequence[Said], one: str, other: str) -> float | None:
@@ -187,22 +196,26 @@ NEXT = {
 }
 
 
-def noise_note(distance: float, tokens: int) -> str:
-    """What the distance on good responses means."""
+def noise_note(distance: float, tokens: int, torn: int, furthest: float) -> str:
+    """What the distance on good responses means.  torn, furthest: see `patterns.torn`, and the largest in nats"""
     said = f"engine and reference are {distance:.3g} nats a token apart over {tokens} tokens"
     if distance <= USUAL:
-        return f"{said}: as bf16 engines are (0.01 to {USUAL:g})"
+        return f"{said}: {'as' if distance >= LITTLE else 'below what'} bf16 engines are ({LITTLE:g} to {USUAL:g})"
+    if torn:
+        return f"{said}: above {USUAL:g}, and not as noise is: {torn} tokens stand {TAIL:g} times as far off and more, the furthest {furthest:.2g} nats"
     if distance <= MOST:
         return (
-            f"{said}: more than usual (0.01 to {USUAL:g}), spread over all responses and without a first bad token; seen when tensor parallelism "
+            f"{said}: more than usual ({LITTLE:g} to {USUAL:g}), spread over all responses and without a first bad token; seen when tensor parallelism "
             "crosses nodes (vime#64), so name the engine's TP size and nodes before suspecting weights"
         )
     return f"{said}: above anything seen of engines that are right ({MOST:g})"
 
 
-def worst_tokens(measured: Sequence[Measured], said: Sequence[Said], text: Callable[[list[int]], str], most: int = 3) -> list[str]:
-    """The worst responses, each with its worst token and the text around it."""
-    order = sorted(range(len(measured)), key=lambda i: measured[i].apart, reverse=True)
+def worst_tokens(
+    measured: Sequence[Measured], said: Sequence[Said], text: Callable[[list[int]], str], after: str, most: int = 3
+) -> list[str]:
+    """The worst responses, each with its worst token and the text around it.  after: the definition that they are held to, or nothing"""
+    order = sorted(range(len(measured)), key=lambda i: (bool(measured[i].broken), measured[i].bad, measured[i].mean), reverse=True)
     lines = []
     for i in order[:most]:
         one, each = measured[i], said[i]
@@ -212,11 +225,21 @@ def worst_tokens(measured: Sequence[Measured], said: Sequence[Said], text: Calla
         engine = each.side(each.best)[k]
         numbers = f"reference {float(each.reference[k]):.3g}" + (f", engine {float(engine):.3g}" if bool(engine.isfinite()) else "")
         since = f", bad from token {one.first} on" if one.first is not None else ""
-        kind = "more surprising than its own text" if one.text else "apart"
-        lines.append(
-            f"{one.sample.where}: {one.apart:.3g} nats a token {kind}{since}; worst at token {k}, {around[1]!r} after {around[0]!r}: {numbers}"
-        )
+        kind = "more surprising than its own text" if one.text else f"apart{after}"
+        size = f"{one.mean:.3g} nats a token {kind}"
+        if one.broken:
+            size = f"{len(one.broken)} of its {one.sample.length} log-probs are none ({no_numbers([one], named=False)}), the others {size}"
+        lines.append(f"{one.sample.where}: {size}{since}; worst at token {k}, {around[1]!r} after {around[0]!r}: {numbers}")
     return lines
+
+
+def no_numbers(measured: Sequence[Measured], most: int = 3, *, named: bool = True) -> str:
+    """What stands in the place of log-probs, and where: "NaN in a.jsonl line 4 at token 3", without the response where it is not `named`."""
+    found = []
+    for one in measured:
+        values = one.sample.decode if any(value is not None for value in one.sample.decode) else one.sample.prefill[one.sample.start :]
+        found += [f"{str(values[k]).replace('nan', 'NaN')}{f' in {one.sample.where}' if named else ''} at token {k}" for k in one.broken]
+    return ", ".join(found[:most]) + (f" and {len(found) - most} more" if len(found) > most else "")
 
 
 def _temperature(one: definitions.Definition) -> tuple[str, str]:
@@ -238,10 +261,31 @@ def _truncated(one: definitions.Definition) -> tuple[str, str]:
     )
 
 
+def _exchange(rows: Sequence[int]) -> str:
+    steps = {(j - i) % len(rows) for i, j in enumerate(rows)}
+    if len(steps) == 1:
+        step = steps.pop()
+        step = step if step * 2 <= len(rows) else step - len(rows)
+        return f"each carries those of the one {abs(step)} {'after' if step > 0 else 'before'} it"
+    moved = [f"{i} those of {j}" for i, j in enumerate(rows) if i != j]
+    return f"counted from 0, {', '.join(moved[:4])}{' ..' if len(moved) > 4 else ''}"
+
+
 SENTENCES: dict[str, Callable[[definitions.Definition], tuple[str, str]]] = {
     "temperature": _temperature,
     "top_p": _truncated,
     "top_k": _truncated,
+    "negated": lambda _: ("negated: log-probs are never above 0", "Write log-probs as they are; a loss is their negative."),
+    "probability": lambda _: ("probabilities, not their logarithms", "Take the natural logarithm of what the engine gives."),
+    "base 2": lambda _: ("of base 2: 1.44 times the natural logarithm", "Multiply by ln 2, or have the engine use the natural logarithm."),
+    "base 10": lambda _: (
+        "of base 10: 0.434 times the natural logarithm",
+        "Multiply by ln 10, or have the engine use the natural logarithm.",
+    ),
+    "samples": lambda one: (
+        f"those of other responses: {_exchange(one.rows)}",
+        "Keep log-probs with their response where the batch is sorted, split or gathered.",
+    ),
     "rows": lambda one: (
         f"those of the token one {'earlier' if one.value < 0 else 'later'}: the row is off by one",
         "Cut the engine's log-probs where the response begins: logits at position t belong to token t + 1.",

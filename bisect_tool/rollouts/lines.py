@@ -39,6 +39,8 @@ def read_lines(path: Path, encode: Encode) -> tuple[list[Sample], list[Any]]:
                 said = json.loads(line)
             except ValueError as error:
                 raise UsageError(f"{where} is not JSON: {error}") from error
+            except RecursionError as error:
+                raise UsageError(f"{where} is no response: its brackets are nested too deep") from error
             if not isinstance(said, dict):
                 raise UsageError(f"{where} holds a {type(said).__name__}, not a table")
             found = _sample(where, said, encode)

@@ -1,7 +1,7 @@
 """Where it is wrong: which responses, from which token on, and what those have in common that the others lack.
 
-A response is measured by the mean distance in nats between the engine's log-probs and the reference's, its largest token left out (one
-flipped expert moves one token by nats and means nothing); where the engine gave no log-probs, by how much more surprising the text is
+A response is judged by the mean distance in nats between the engine's log-probs and the reference's, its largest token left out (one
+flipped expert moves one token by nats and means nothing), unless that token is further off than any arithmetic moves one; where the engine gave no log-probs, by how much more surprising the text is
 to the reference than what it would have said itself.
 """
 
@@ -17,7 +17,7 @@ from bisect_tool.rollouts.sample import Sample
 from bisect_tool.rollouts.scoring import Scored
 
 # nats a token of bf16 engines that are right: usual, and the most that was seen (cross-node tensor parallelism, vime#64)
-USUAL, MOST = 0.03, 0.2
+LITTLE, USUAL, MOST = 0.01, 0.03, 0.2
 # one response is apart when it is this far off, and this many times as far as the better ones are
 APART, TIMES = 0.25, 5.0
 # responses that are bad and responses that are good are two kinds only when this factor lies between them
@@ -27,18 +27,37 @@ ALL_APART = 0.3
 # a text is garbled when it surprises the reference by this many nats a token more than its own text would, and by that many deviations
 SURPRISE, DEVIATIONS = 1.0, 6.0
 WINDOW = 8
+# nats that no arithmetic moves a token by: an expert that flips moves one by 4
+FAR = 12.0
+# noise has no tail: of a million normal ones the furthest is 6 times the mean
+TAIL = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One response.  signal [n]: nats by token; apart: its mean without the largest; first: its first bad token, in the response"""
+    """One response.  first: its first bad token, in the response
+
+    signal [n]: nats by token, 0 where nothing was said, infinite where it was no log-prob   numbers: those of it that are numbers that were said
+    apart: what it is judged by, see above
+    """
 
     sample: Sample
     signal: torch.Tensor
+    numbers: torch.Tensor
     apart: float
     bad: bool = False
     first: int | None = None
     text: bool = False
+
+    @property
+    def broken(self) -> list[int]:
+        """Tokens of the response whose log-prob is none."""
+        return [int(k) for k in torch.nonzero(self.signal.isinf())[:, 0]]
+
+    @property
+    def mean(self) -> float:
+        """What is shown, everywhere: nats a token, over all tokens that have a number."""
+        return self.apart if self.text else mean([self.numbers])
 
     @property
     def position(self) -> int:
@@ -47,17 +66,32 @@ class Measured:
 
 
 def by_logs(samples: Sequence[Sample], differences: Sequence[torch.Tensor]) -> list[Measured]:
-    """Responses by their log-probs.  differences [n]: engine - reference, NaN where nothing was said"""
-    signals = [difference.abs().nan_to_num(0.0) for difference in differences]
-    apart = [_without_largest(signal[difference.isfinite()]) for signal, difference in zip(signals, differences, strict=True)]
+    """Responses by their log-probs.  differences [n]: engine - reference, NaN where nothing was said, infinite where it was no log-prob"""
+    signals = [difference.abs().nan_to_num(0.0, posinf=math.inf) for difference in differences]
+    apart = [_without_largest(signal[~difference.isnan()]) for signal, difference in zip(signals, differences, strict=True)]
     usual = sorted(apart)[len(apart) // 4] if apart else 0.0
-    together = sum(float(signal.sum()) for signal in signals) / max(1, sum(int(one.isfinite().sum()) for one in differences))
+    together = mean([one.abs() for one in differences])
     everywhere = together > ALL_APART and usual > USUAL
     bound = USUAL if everywhere else max(APART, TIMES * usual)
+    bad = [far > bound or bool((signal > FAR).any()) for far, signal in zip(apart, signals, strict=True)]
     return [
-        Measured(sample, signal, far, far > bound, _first(signal, 2 * APART) if far > bound else None)
-        for sample, signal, far in zip(samples, signals, apart, strict=True)
+        Measured(sample, signal, difference[difference.isfinite()].abs(), far, wrong, _first(signal, 2 * APART) if wrong else None)
+        for sample, signal, difference, far, wrong in zip(samples, signals, differences, apart, bad, strict=True)
     ]
+
+
+def torn(signal: torch.Tensor) -> int:
+    """Tokens that make a distance [n] no noise: how many stand far above its mean, where that is more than usual and they are not one alone."""
+    signal = signal[signal.isfinite()].abs()
+    level = _without_largest(signal)
+    count = int((signal > max(APART, TAIL * level)).sum())
+    return count if level > USUAL and count > max(1, len(signal) // 1000) else 0
+
+
+def mean(signals: Sequence[torch.Tensor]) -> float:
+    """Nats a token over all that have a number."""
+    values = torch.cat([one[one.isfinite()] for one in signals]) if signals else torch.empty(0)
+    return float(values.mean()) if len(values) else 0.0
 
 
 def by_text(samples: Sequence[Sample], scored: Sequence[Scored]) -> list[Measured]:
@@ -69,14 +103,16 @@ def by_text(samples: Sequence[Sample], scored: Sequence[Scored]) -> list[Measure
         mean = float(signal.mean())
         deviation = math.sqrt(float(view.spread[own].sum())) / len(signal)
         bad = mean > SURPRISE and mean > DEVIATIONS * deviation
-        found.append(Measured(sample, signal.clamp(min=0), mean, bad, _first(signal, 3 * SURPRISE) if bad else None, text=True))
+        found.append(Measured(sample, signal.clamp(min=0), signal, mean, bad, _first(signal, 3 * SURPRISE) if bad else None, text=True))
     return found
 
 
 def _without_largest(values: torch.Tensor) -> float:
     if not len(values):
         return 0.0
-    return float(values.mean()) if len(values) < 4 else float((values.sum() - values.max()) / (len(values) - 1))
+    return (
+        float(values.mean()) if len(values) < 4 or float(values.max()) > FAR else float((values.sum() - values.max()) / (len(values) - 1))
+    )
 
 
 def _first(signal: torch.Tensor, bound: float) -> int:
@@ -115,9 +151,19 @@ def pattern(measured: Sequence[Measured]) -> Pattern | None:
         found = rule(bad, good)
         if found is not None:
             return found
-    if good and min(one.apart for one in bad) > BETWEEN * max(one.apart for one in good):
+    single = all(bool((one.signal > FAR).any()) for one in bad) and not bad[0].text
+    if good and (single or min(one.apart for one in bad) > BETWEEN * max(one.apart for one in good)):
         return Pattern("some", "and nothing in the dump tells them from the others", {"wrong": len(bad), "of": len(measured)})
-    return Pattern("every", "from the first tokens on", {"wrong": len(bad), "of": len(measured)})
+    return Pattern("every", _onset(bad) or "from the first tokens on", {"wrong": len(bad), "of": len(measured)})
+
+
+def _onset(bad: Sequence[Measured]) -> str:
+    """Where in the responses it begins, where that is behind their first tokens and about the same in all."""
+    first = sorted(one.first or 0 for one in bad)
+    low, high = first[0], first[-1]
+    if low < 2 or first[len(first) * 4 // 5] - low > WINDOW // 2:
+        return ""
+    return f"bad from token {low}{f' to {high}' if high > low else ''} on in every response"
 
 
 def _by_engine(bad: Sequence[Measured], good: Sequence[Measured]) -> Pattern | None:
@@ -194,4 +240,6 @@ def _by_decode(bad: Sequence[Measured], good: Sequence[Measured]) -> Pattern | N
     others = [float(one.signal[1 : 1 + WINDOW].mean()) for one in bad if len(one.signal) > 1]
     if not others or sorted(others)[len(others) // 2] < APART:
         return None
-    return Pattern("decode", "the first token of each, which comes out of prefill, is right; what decode adds is not", {"path": "decode"})
+    onset = _onset(bad)
+    text = "the first token of each, which comes out of prefill, is right; what decode adds is not"
+    return Pattern("decode", f"{text} ({onset})" if onset else text, {"path": "decode"})

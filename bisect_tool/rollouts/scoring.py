@@ -41,7 +41,6 @@ def score(model: Model, samples: Sequence[Sample], vocabulary: int, progress: Ca
     found: list[Scored | None] = [None] * len(samples)
     kept = 0
     for group in _batches(samples, AT_ONCE // (4 * vocabulary)):
-        progress(f"engine: the reference scores {sum(one is not None for one in found)} of {len(samples)} responses")
         batch = Batch(tuple(samples[i].tokens for i in group))
         logits = model.forward(batch.ids(), batch.mask())
         for row, i in enumerate(group):
@@ -50,6 +49,7 @@ def score(model: Model, samples: Sequence[Sample], vocabulary: int, progress: Ca
             size = sample.length * own.shape[1] * 4
             found[i] = _scored(sample, own, keep=kept + size <= ROWS_KEPT)
             kept += size if kept + size <= ROWS_KEPT else 0
+        progress(f"engine: {sum(one is not None for one in found)} of {len(samples)} responses scored")
     return [one for one in found if one is not None]
 
 

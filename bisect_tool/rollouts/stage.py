@@ -136,15 +136,23 @@ def _tokens(samples: Sequence[Sample], tokenizer: TextOrIds, dims: Dimensions, r
 def _said_of_tokens(one: tokens.Retokenised, count: int, of: int) -> tuple[str, str]:
     rows = f"in {count} of {of} prompts, first {one.where}"
     if one.bos:
-        said = {"doubled": "BOS stands twice", "missing": "BOS is missing", "added": "a BOS was put in front"}[one.bos]
+        said = {
+            "doubled": f"BOS stands {'twice' if one.offset == 1 else f'{one.offset + 1} times'}",
+            "missing": "BOS is missing",
+            "added": "a BOS was put in front",
+        }[one.bos]
         return (
             f"Rollout-config fault: {said} at index 0 of the engine's tokens, so every position is shifted by {one.offset:+d} ({rows}).",
-            "Let either the template or the tokenizer write BOS (add_special_tokens=False for rendered text), on both sides (sglang#888).",
+            "Let either the template or the tokenizer write BOS (add_special_tokens=False for rendered text), on both sides (sglang#888)."
+            if one.rendered
+            else "No template is at work: the tokenizer wrote BOS to text or ids that had it already, or not at all; have it add BOS once (add_special_tokens).",
         )
     what = f"{len(one.added)} ids more and {len(one.missing)} fewer" if one.added or one.missing else "other ids"
     return (
         f"Rollout-config fault: the engine's tokens leave the reference's at index {one.index} ({what}; {rows}): expected {one.around[0]!r}, the engine had {one.around[1]!r}.",
-        "Render the whole conversation once with the reference's template, not message by message (slime#2263).",
+        "Render the whole conversation once with the reference's template, not message by message (slime#2263)."
+        if one.rendered
+        else "No template is at work: encode the whole text once, with the reference's tokenizer.",
     )
 
 

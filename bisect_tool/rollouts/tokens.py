@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from typing import Any, Protocol
 
@@ -28,6 +28,7 @@ class Tokens(Protocol):
 class Retokenised:
     """One prompt whose ids are other ones.  index: where they part · offset: how many more the engine has from there on
 
+    rendered: whether a template wrote its prompt, as far as that can be seen
     bos: "doubled", "missing", "added" where that is all · added, missing: the ids · around: (expected, engine) as text
     """
 
@@ -39,6 +40,7 @@ class Retokenised:
     missing: tuple[int, ...]
     around: tuple[str, str]
     expected: tuple[int, ...]
+    rendered: bool = True
 
     @property
     def shifted(self) -> bool:
@@ -55,7 +57,10 @@ def retokenised(sample: Sample, tokenizer: Tokens) -> Retokenised | None:
             return _difference(sample.where, found[1:], found, tokenizer, begin)
         return None
     expected = tuple(expected_ids(sample.prompt, tokenizer))
-    return None if expected == found else _difference(sample.where, expected, found, tokenizer, begin)
+    if expected == found:
+        return None
+    rendered = not isinstance(sample.prompt, str) or tokenizer.plain(sample.prompt)[:1] == [begin]
+    return replace(_difference(sample.where, expected, found, tokenizer, begin), rendered=rendered)
 
 
 def expected_ids(prompt: Any, tokenizer: Tokens) -> list[int]:
@@ -76,7 +81,7 @@ def _difference(where: str, expected: tuple[int, ...], found: tuple[int, ...], t
             missing += expected[a:b]
             added += found[c:d]
     bos = ""
-    if begin is not None and [*added, *missing] == [begin] and (found[1:] == expected or expected[1:] == found):
+    if set(added + missing) == {begin} and (found[len(added) :] == expected or expected[len(missing) :] == found):
         bos = "missing" if missing else "doubled" if expected[:1] == (begin,) else "added"
         index = 0
     low = max(0, index - CONTEXT)
