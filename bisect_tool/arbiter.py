@@ -7,7 +7,7 @@ clears nobody and accuses nobody.  A reference that leaves the formula where the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -68,14 +68,9 @@ class Arbiter:
     weight: Get
 
     @classmethod
-    def of(cls, directory: HuggingFaceDirectory, family: Family, dims: Dimensions, given: Mapping[str, torch.Tensor]) -> Arbiter:
-        """Of a directory; `given` are tensors that the reference was given in the place of those on disk (a row that rounds)."""
-        rules = family.rules(dims, "slime", directory.names, mtp=False)
-
-        def weight(name: str) -> torch.Tensor:
-            return given[name] if name in given else directory.read(name)
-
-        return cls(dims, Sources.of(rules), weight)
+    def of(cls, directory: HuggingFaceDirectory, family: Family, dims: Dimensions, weight: Get) -> Arbiter:
+        """Of a directory; `weight` reads it, or what the reference was given in the place of what is on disk (a row that rounds)."""
+        return cls(dims, Sources.of(family.rules(dims, "slime", directory.names, mtp=False)), weight)
 
     def recipe(self, key: str) -> Recipe | None:
         return recipe(key, self.dims, self.sources)

@@ -54,6 +54,11 @@ class Checkpoint:
         return self.format == "torch_dist" and (self.path / "common.pt").is_file() and whole
 
     @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """What each tensor is stored as."""
+        return {name: stored.dtype for name, stored in self.tensors.items()}
+
+    @property
     def iteration(self) -> int | None:
         found = self.common.get("iteration")
         return found if isinstance(found, int) else None

@@ -54,6 +54,7 @@ def convert(reference: Path, out: Path, layout: CheckpointLayout, parallel: Para
     dtype = main_dtype(directory)
     args = conversion_args(family, directory.config, dims, layout, parallel, dtype, mtp)
     check_sizes(family.candidate_dimensions(args), parallel)
+    check_sayable(args)
     check_empty(out)
     world = WORLDS.get(parallel.world)
     world.call("build", what=Built(family.name, args, layout, parallel, dtype, mtp=mtp), checkpoint=None)
@@ -71,6 +72,16 @@ def convert(reference: Path, out: Path, layout: CheckpointLayout, parallel: Para
         (partial / TRACKER).write_text(RELEASE)
     keys = {key for answer in answers for key in answer["keys"]}
     return Converted(out, layout, parallel, len(keys), left_out)
+
+
+def check_sayable(args: Mapping[str, Any]) -> None:
+    """Raises UsageError for a router that megatron-core can't be told: one expert a token, its weight renormalised to 1."""
+    softmax = args.get("moe_router_score_function") == "softmax" and not args.get("moe_router_pre_softmax")
+    if args.get("num_experts") and args.get("moe_router_topk") == 1 and softmax:
+        raise UsageError(
+            "config.json sends a token to one expert and renormalises its weight (norm_topk_prob), which makes it 1 always, and "
+            "megatron-core has no such router: with --moe-router-topk 1 it takes --moe-router-pre-softmax only, where the weight is the probability"
+        )
 
 
 def check_table(family: Family, dims: Dimensions, directory: HuggingFaceDirectory, layout: CheckpointLayout, mtp: bool) -> dict[str, int]:

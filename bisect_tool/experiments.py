@@ -30,6 +30,8 @@ from bisect_tool.reference import base_grafts, tolerance_of
 # computations whose numbers come straight from a tensor of another part
 WEIGHTS_OF = {"linear_attention.decay": ("linear_attention.a_log", "linear_attention.dt_bias"), "attention_gate": ("attention.qkv",)}
 
+NO_NEIGHBOUR = "there is none: no neighbour agrees, so nothing says that another value would not cure it too"
+
 
 @dataclass(slots=True)
 class Lab:
@@ -75,11 +77,11 @@ class Lab:
         for site, one in self.opinions.items():
             if one.sides_with == "candidate":
                 before, after = one.off
-                neighbour = opinion(controls[site])
-                kept = f"{neighbour.off[0]:.2g} and {neighbour.off[1]:.2g}" if neighbour else "it has none"
+                neighbour = opinion(controls[site]) if site in controls else None
+                kept = f"{neighbour.off[0]:.2g} and {neighbour.off[1]:.2g} off" if neighbour else "it has none"
                 proof = Proof(
                     f"compute {self.located.sites[site].key} by its formula in float64 from each side's own inputs; the reference is off, the candidate is not",
-                    before, after, f"the formula of {controls[site]}, where the two agree: {kept} off",
+                    before, after, f"the formula of {controls[site]}, where the two agree: {kept}" if site in controls else NO_NEIGHBOUR,
                 )  # fmt: skip
                 decided[site] = replace(findings[site], cls="reference", proof=proof)
         return decided
@@ -292,19 +294,22 @@ class Lab:
             end = Site("output", site.layer) if site.in_layer else site
             proofs[site] = Proof(
                 f"graft the reference's value at {site}; look at {end}", self._level(open_pass, end), self._level(cured, end),
-                f"graft it at {controls[site]} instead: {self._level(control, end):.2g}",
+                f"graft it at {controls[site]} instead: {self._level(control, end):.2g}" if site in controls else NO_NEIGHBOUR,
             )  # fmt: skip
-        self.probes.append(f"reference's values grafted at {len(findings)} site(s); control at their neighbours")
+        self.probes.append(
+            f"reference's values grafted at {len(findings)} site(s); control at {'their neighbours' if controls else 'none of their neighbours: none agrees'}"
+        )
         return proofs
 
     def _controls(self, findings: Iterable[Site]) -> dict[Site, str]:
-        """A neighbouring key that agrees, in the same layer where there is one."""
+        """A neighbouring key that agrees, in the same layer where there is one; none where nothing agrees."""
         agreeing = [key for key, one in self.located.first.judged.items() if one.verdict is Verdict.AGREES and ":" not in key]
         chosen = {}
         for site in findings:
             here = [key for key in agreeing if key.startswith(f"layers.{site.layer}.") and not key.endswith((".output", ".input"))]
             near = [key for key in in_order(here) if key.split(".")[2] == site.module] or here or agreeing
-            chosen[site] = near[0]
+            if near:
+                chosen[site] = near[0]
         return chosen
 
     # -- reading passes -------------------------------------------------------------------------------------------------------

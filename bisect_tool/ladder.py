@@ -214,7 +214,14 @@ def climb(job: Job) -> Report:
             result = StageResult(name)
             with timed(result):
                 job.progress(name)
-                steps[name](job, result, answers, results)
+                try:
+                    steps[name](job, result, answers, results)
+                except UsageError as error:
+                    if not found_by:
+                        raise
+                    # a fault outranks a gap: what the earlier stage found is not lost because this one can't go on
+                    result.notes.append(f"not compared: {error.message}")
+                    result.verdict = Verdict.INCOMPARABLE
             results.append(result)
     return Report(results, provenance(job), answers, job.strict)
 

@@ -42,6 +42,7 @@ class Provenance:
     absent             keys that were expected and are not here, and why
     imported           the foreign format it comes from
     decoded            of each row, the first token that came out of a decode step; () where all were computed in one pass
+    rounded            tensors that the candidate stores in a dtype the reference was rounded to, and which
     layouts            how a key's tensor lay on the ranks it was put together from
     """
 
@@ -66,10 +67,11 @@ class Provenance:
     imported: str = ""
     decoded: tuple[int, ...] = ()
     layouts: Mapping[str, str] = field(default_factory=dict)
+    rounded: Mapping[str, str] = field(default_factory=dict)
 
 
 # fields that are written only where they say something
-OPTIONAL = ("positions", "packed", "absent", "imported", "decoded", "layouts")
+OPTIONAL = ("positions", "packed", "absent", "imported", "decoded", "layouts", "rounded")
 
 
 class Recording:

@@ -24,14 +24,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from bisect_hooks.errors import UsageError
+from bisect_hooks.errors import UsageError, by_kind
 from bisect_hooks.family import CheckpointLayout, Dimensions, Family
 from bisect_hooks.hf import VERSION, Reference
 from bisect_hooks.site import parse_site
-from bisect_hooks.table import forward
 from bisect_hooks.tap import split_key
 
 from bisect_tool.hf_directory import HuggingFaceDirectory
@@ -40,6 +40,7 @@ from bisect_tool.measure import Sums, measure
 from bisect_tool.noise import MARGIN, Noise, estimate
 from bisect_tool.prompts import FORWARD_TOKENS, Batch
 from bisect_tool.recording import Provenance, Recording, by_group, writing
+from bisect_tool.rounding import Rounding
 from bisect_tool.spilled import Spilled
 
 SEED = 20260423
@@ -57,40 +58,38 @@ def base_grafts(dims: Dimensions) -> list[str]:
 
 
 def load_reference(
-    directory: HuggingFaceDirectory, family: Family, layout: CheckpointLayout, dtype: torch.dtype, device: str
+    directory: HuggingFaceDirectory,
+    family: Family,
+    layout: CheckpointLayout,
+    dtype: torch.dtype,
+    device: str,
+    stored: Mapping[str, torch.dtype] | None = None,
 ) -> tuple[Reference, list[str]]:
-    """The model, with the table's lossy rows applied; and a note for each kind of row that rounds, with its size."""
+    """The model, run through the rounding of the table's lossy rows and of the candidate's dtypes; and a note for each, with its size.
+
+    stored  dtypes of the candidate's tensors by name
+    """
     dims = family.reference_dimensions(directory.config)
     reference = Reference(directory.path, family, dims, dtype, torch.device(device))
-    rounded, notes = rounded_weights(directory, family, dims, layout)
-    reference.put(rounded)
+    notes: list[str] = []
+    for rounded in Rounding.of(directory, family, layout, stored).tensors(notes):
+        reference.put(rounded)
     return reference, notes
 
 
-def rounded_weights(
-    directory: HuggingFaceDirectory, family: Family, dims: Dimensions, layout: CheckpointLayout
-) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """What the table's lossy rows leave of the reference's tensors, and a note for each kind of them."""
-    rounded: dict[str, torch.Tensor] = {}
-    worst: dict[str, float] = {}
-    for rule in family.rules(dims, layout, directory.names, mtp=False):
-        if rule.op.lossy:
-            before = [directory.read(name) for name in rule.references]
-            after = rule.op.backward(forward(rule.op, before))
-            rounded |= dict(zip(rule.references, after, strict=True))
-            kind = f"{rule.site.module}.{rule.site.part}"
-            worst[kind] = max(worst.get(kind, 0.0), *(measure(b, a).relative_rms for b, a in zip(before, after, strict=True)))
-    return rounded, [
-        f"{kind}: the {layout} layout stores it rounded (relative rms up to {size:.1e}); the reference was run through the same rounding"
-        for kind, size in worst.items()
-        if size > 0
-    ]
-
-
 def record_reference(
-    reference: Reference, batch: Batch, out: Path, *, model: str, layout: CheckpointLayout, noise: bool = True
+    reference: Reference,
+    batch: Batch,
+    out: Path,
+    *,
+    model: str,
+    layout: CheckpointLayout,
+    noise: bool = True,
+    rounded: Mapping[str, str] = MappingProxyType({}),
 ) -> Recording:
     """Runs the reference freely, writes everything it said, and measures its own noise at every key.
+
+    rounded  tensors that a candidate stores in another dtype, and which; goes into the provenance
 
     What is held at once is what a few prompts say; what is said of the others waits on disk.
     """
@@ -118,6 +117,7 @@ def record_reference(
                 floor=floor,
                 free_floor=free_floor,
                 worst={key: found.worst for key, found in noises.items()},
+                rounded=dict(rounded),
             )
         )
     return Recording(out)
@@ -138,17 +138,25 @@ class Recorded:
 
 
 def recorded_reference(
-    directory: HuggingFaceDirectory, family: Family, layout: CheckpointLayout, dtype: torch.dtype, device: str, batch: Batch
+    directory: HuggingFaceDirectory,
+    family: Family,
+    layout: CheckpointLayout,
+    dtype: torch.dtype,
+    device: str,
+    batch: Batch,
+    stored: Mapping[str, torch.dtype] | None = None,
 ) -> Recorded:
     """The reference recorded once a process: like ranks, it is kept for whoever judges several candidates against it."""
     files = sorted({stored.pieces[0].file for stored in directory.stored.values()} | {directory.path / "config.json"})
     stamp = tuple((str(file.resolve()), file.stat().st_mtime_ns, file.stat().st_size) for file in files)
-    key = (stamp, layout, dtype, device, batch)
+    rounding = Rounding.of(directory, family, layout, stored)
+    key = (stamp, layout, dtype, device, batch, frozenset(rounding.dtypes.items()))
     if key not in _RECORDED:
         _RECORDED.clear()
-        reference, notes = load_reference(directory, family, layout, dtype, device)
+        reference, notes = load_reference(directory, family, layout, dtype, device, stored)
         folder = tempfile.TemporaryDirectory(prefix="bisect-reference-")
-        recording = record_reference(reference, batch, Path(folder.name) / "recording", model=str(directory.path), layout=layout)
+        out = Path(folder.name) / "recording"
+        recording = record_reference(reference, batch, out, model=str(directory.path), layout=layout, rounded=rounding.shown)
         _RECORDED[key] = Recorded(lambda: reference, recording, tuple(notes), folder)
     return _RECORDED[key]
 
@@ -165,29 +173,42 @@ def golden_recording(golden: Path) -> Recording:
 
 
 def golden_reference(
-    golden: Path, directory: HuggingFaceDirectory, family: Family, layout: CheckpointLayout, dtype: torch.dtype, device: str, batch: Batch
+    golden: Path,
+    directory: HuggingFaceDirectory,
+    family: Family,
+    layout: CheckpointLayout,
+    dtype: torch.dtype,
+    device: str,
+    batch: Batch,
+    stored: Mapping[str, torch.dtype] | None = None,
 ) -> Recorded:
     """What a golden directory keeps of the reference, in place of running it.
 
-    Raises UsageError where it is of another family or dtype, of other token ids, or of a checkpoint layout that rounds otherwise.
+    Raises UsageError where it is of another family or dtype, of other token ids, or of a checkpoint that rounds otherwise.
     """
     recording = golden_recording(golden)
     come, asked = recording.provenance, str(dtype).removeprefix("torch.")
-    dims = family.reference_dimensions(directory.config)
-    rounds = any(rule.op.lossy for rule in family.rules(dims, layout, directory.names, mtp=False))
+    rounding = Rounding.of(directory, family, layout, stored)
+    rounds = any(rule.op.lossy for rule in rounding.rules)
+    otherwise = [name for name, _ in sorted(come.rounded.items() ^ rounding.shown.items())]
     wrong = [
         *([f"of {come.family}, the reference is a {family.name}"] if come.family != family.name else []),
         *([f"in {come.dtype}, --dtype asks for {asked}"] if come.dtype != asked else []),
         *(["of rows padded on the right"] if batch.left else []),
         *([f"of {len(come.rows)} other prompts ({recording.batch.tokens} tokens)"] if come.rows != batch.rows else []),
         *([f"for {come.layout} checkpoints, and the {layout} layout rounds some weights"] if come.layout != layout and rounds else []),
+        *(
+            [f"of a reference that was not rounded as this candidate's dtypes round it ({', '.join(by_kind(otherwise)[:2])})"]
+            if otherwise
+            else []
+        ),
     ]
     if wrong:
         raise UsageError(
             f"the recording in {recording.path} is {'; '.join(wrong)}", hint="leave --golden out, or record the reference again"
         )
     notes = (f"the reference was not run: {recording.path} holds what it said",)
-    return Recorded(lambda: load_reference(directory, family, layout, dtype, device)[0], recording, notes)
+    return Recorded(lambda: load_reference(directory, family, layout, dtype, device, stored)[0], recording, notes)
 
 
 _RECORDED: dict[object, Recorded] = {}

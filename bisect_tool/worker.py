@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from bisect_hooks import drive, mcore, mcore_weights
-from bisect_hooks.errors import BisectError, UsageError, by_kind, first_line
+from bisect_hooks.errors import BisectError, UsageError, by_kind, first_sentence
 from bisect_hooks.family import families
 from bisect_hooks.spec import Spec, import_spec, settle
 from bisect_hooks.tap import Graft
@@ -29,6 +29,7 @@ from bisect_tool.legacy import LegacyCheckpoint
 from bisect_tool.prompts import Batch
 from bisect_tool.ranks import listen, say
 from bisect_tool.recording import Recording
+from bisect_tool.rounding import Rounding, rounded_once
 
 
 @dataclass(slots=True)
@@ -39,6 +40,7 @@ class Rank:
     candidate: mcore.Candidate | None = None
     built: Built | None = None
     references: dict[Path, HuggingFaceDirectory] = field(default_factory=dict)
+    stored: dict[str, torch.dtype] = field(default_factory=dict)
 
     @property
     def here(self) -> mcore.Candidate:
@@ -52,17 +54,18 @@ class Rank:
 
     def build(self, what: Built, checkpoint: Path | None, patch: Path | None = None) -> dict[str, Any]:
         """Builds and loads.  Answers {"missing": parameters nothing was loaded into}, and what a user's spec made of the model."""
-        self.candidate = None
+        self.candidate, self.stored = None, {}
         family = families()[what.family]
         try:
             self.candidate = mcore.build(
                 family, what.args, what.layout, what.parallel, self.device, what.dtype, mtp=what.mtp, spec=what.spec
             )
+        except BisectError:
+            raise
         except Exception as error:
-            if what.spec is None or isinstance(error, BisectError):
-                raise
-            said = f"{type(error).__name__}: {first_line(error)}"
-            raise UsageError(f"no model can be built by --spec {' '.join(what.spec)}: {said}") from error
+            said = f"{type(error).__name__}: {first_sentence(error)}"
+            by = f"by --spec {' '.join(what.spec)}" if what.spec is not None else "of the candidate's args"
+            raise UsageError(f"no model can be built {by}: {said}") from error
         self.built = what
         answer: dict[str, Any] = {"unbound": {}, "fused": (), "unread": ()}
         if what.spec is not None:
@@ -70,10 +73,18 @@ class Rank:
         if checkpoint is not None:
             # whatever is missing is a finding of the weights stage; here it must not become zeros or an old value
             stored = _opened(self.candidate, checkpoint)
+            self.stored = stored.dtypes
             renamed = _renamed(self.candidate, stored)
             _check_shapes(self.candidate, stored, renamed)
             if stored.core_reads:
-                mcore_weights.load(self.candidate, stored.path, renamed)
+                try:
+                    mcore_weights.load(self.candidate, stored.path, renamed)
+                except Exception as error:
+                    said = f"{type(error).__name__}: {first_sentence(error)}"
+                    raise UsageError(
+                        f"megatron-core can't load {checkpoint} into the model that its own args make: {said}",
+                        hint="the config and weights stages say what is off (bisect-tool run --stages config,weights)",
+                    ) from error
             else:
                 keys = {local.key: renamed.get(local.key, local.key) for local in mcore_weights.local_tensors(self.candidate)}
                 mcore_weights.fill(self.candidate, lambda key: stored.read(keys[key]) if keys[key] in stored.tensors else None, PADDED)
@@ -103,12 +114,16 @@ class Rank:
         return {"unbound": dict(settled.unbound), "fused": sorted(settled.fused), "unread": unread}
 
     def put_reference(self, reference: Path, keys: list[str] | None) -> list[str]:
-        """Overwrites the named tensors (None: all) by what the weight table makes of the reference.  Answers the keys written."""
+        """Overwrites the named tensors (None: all) by what the weight table makes of the reference.  Answers the keys written.
+
+        They are rounded as the reference was: to the dtypes of the checkpoint that was loaded.
+        """
         directory, family = self._reference(reference), self.here.family
         dims = family.reference_dimensions(directory.config)
         rules = family.rules(dims, self.here.layout, directory.names, mtp=self.here.dims.mtp > 0)
         rule_of = {made.name: rule for rule in rules for made in rule.candidates}
         own_name = {alias: own for rule in rules for own, alias in rule.aliases}
+        rounding = Rounding.of(directory, family, self.here.layout, self.stored)
         made: dict[str, torch.Tensor] = {}
 
         def tensor(key: str) -> torch.Tensor | None:
@@ -118,6 +133,8 @@ class Rank:
             if key not in made:
                 made.clear()
                 made.update(rule_of[key].forward([directory.read(name) for name in rule_of[key].references]))
+                dtypes = rounding.dtypes
+                made.update({name: rounded_once(tensor, dtypes[name]) for name, tensor in made.items() if name in dtypes})
             return made[key]
 
         return mcore_weights.fill(self.here, tensor, PADDED)
@@ -246,8 +263,9 @@ def _check_shapes(candidate: mcore.Candidate, checkpoint: Checkpoint, renamed: d
         found = checkpoint.tensors.get(renamed.get(local.key, local.key))
         if found is not None and found.shape != local.global_shape and local.key not in PADDED:
             raise UsageError(
-                f"{found.on_disk} is {list(found.shape)} in the checkpoint, its own args make it {list(local.global_shape)}",
-                hint="the config stage says which argument is off (bisect-tool run --stages config)",
+                f"the stored shape and the args disagree: {found.on_disk} is {list(found.shape)} in the checkpoint, its own args make it "
+                f"{list(local.global_shape)}",
+                hint="the config and weights stages say which of the two is off (bisect-tool run --stages config,weights)",
             )
 
 

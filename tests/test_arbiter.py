@@ -29,7 +29,7 @@ BATCH = GOLDEN.batch
 DIRECTORY = open_hf(golden.reference())
 CONFIG = json.loads((golden.reference() / "config.json").read_text())
 FAMILY: Family = families()["qwen3.5-moe"]
-ARBITER = Arbiter.of(DIRECTORY, FAMILY, FAMILY.reference_dimensions(CONFIG), {})
+ARBITER = Arbiter.of(DIRECTORY, FAMILY, FAMILY.reference_dimensions(CONFIG), DIRECTORY.read)
 WITHOUT = ("tokens", ".input", "fc1:rows", "fc2:rows", "shared_expert_gate:logit")
 KEYS = [key for key in GOLDEN.keys if not key.endswith(WITHOUT)]
 # one key of each kind of module, in a layer that has it
@@ -91,7 +91,7 @@ def test_the_formulas_are_those_of_every_family(name: str, tmp_path: Path) -> No
     family = family_of(directory.config)
     reference, _ = load_reference(directory, family, "slime", torch.float32, "cpu")
     recording = record_reference(reference, Batch(((5, 7, 9), tuple(range(3, 70)))), tmp_path / "recording", model="", layout="slime")
-    ratios = ratios_of(Arbiter.of(directory, family, reference.dims, {}), recording, directory)
+    ratios = ratios_of(Arbiter.of(directory, family, reference.dims, directory.read), recording, directory)
     worst = max(ratios, key=lambda key: ratios[key])
     assert ratios[worst] < 1, (worst, ratios[worst])
 

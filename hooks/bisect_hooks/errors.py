@@ -22,6 +22,12 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
+def first_sentence(error: BaseException, most: int = 160) -> str:
+    """What an exception says first, cut where it goes on for longer than `most` characters."""
+    said = re.split(r"\.(?=\s|[A-Z][a-z]+\s|$)", first_line(error), maxsplit=1)[0]
+    return said if len(said) <= most else f"{said[:most].partition(' (')[0].rstrip()} .."
+
+
 def by_kind(names: Sequence[str], what: str = "tensors") -> list[str]:
     """Dotted names, those that differ by a number of a layer or an expert said once with their count."""
     kinds: dict[str, list[str]] = {}
