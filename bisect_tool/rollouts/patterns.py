@@ -154,7 +154,7 @@ def pattern(measured: Sequence[Measured]) -> Pattern | None:
     single = all(bool((one.signal > FAR).any()) for one in bad) and not bad[0].text
     if good and (single or min(one.apart for one in bad) > BETWEEN * max(one.apart for one in good)):
         return Pattern("some", "and nothing in the dump tells them from the others", {"wrong": len(bad), "of": len(measured)})
-    return Pattern("every", _onset(bad) or "from the first tokens on", {"wrong": len(bad), "of": len(measured)})
+    return Pattern("every", ("" if good else _onset(bad)) or "from the first tokens on", {"wrong": len(bad), "of": len(measured)})
 
 
 def _onset(bad: Sequence[Measured]) -> str:
