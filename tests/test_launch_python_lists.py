@@ -85,3 +85,9 @@ def test_what_is_no_python_is_refused(text: str) -> None:
 )
 def test_values_without_end_are_not_made(text: str) -> None:
     read(text)
+
+
+@pytest.mark.parametrize("change", ['A[1] = "61"', 'A.remove("--swiglu")', "del A[0]", "A.pop()", 'A.insert(0, "x")', "A *= 2"])
+def test_a_list_that_is_changed_in_place_is_refused_with_its_line(change: str) -> None:
+    with pytest.raises(UsageError, match=r"run\.py:2: A is changed in place"):
+        read(f'A = ["--num-layers", "4", "--swiglu"]\n{change}')

@@ -81,6 +81,10 @@ class Script:
                     self.body(yes if decided else no)
                 case ast.If() | ast.For() | ast.While() | ast.With() | ast.Try():
                     self.forget(node)
+                case _ if any(name == changed_in_place(node) for name, _ in self.lists):
+                    raise refuse(
+                        self.where(node), f"{changed_in_place(node)} is changed in place ({ast.unparse(node)[:60]}), which is not followed"
+                    )
 
     def forget(self, node: ast.stmt) -> None:
         """What a block changes is unknown after it; its lists are not read."""
@@ -264,3 +268,15 @@ class Script:
             case ast.Call(func=ast.Attribute(value=ast.Name(id="shlex"), attr="split"), args=[argument]):
                 return [self.element(node, one) for one in shlex.split(str(self._known(argument)))]
         raise Undecided(f"{ast.unparse(node.func)[:40]}() is not called")
+
+
+def changed_in_place(node: ast.stmt) -> str | None:
+    """The name whose list a statement changes otherwise than by adding to its end."""
+    match node:
+        case ast.Assign(targets=[ast.Subscript(value=ast.Name(id=name))]) | ast.AugAssign(target=ast.Subscript(value=ast.Name(id=name))):
+            return name
+        case ast.AugAssign(target=ast.Name(id=name)) | ast.Delete(targets=[ast.Subscript(value=ast.Name(id=name))]):
+            return name
+        case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id=name)))):
+            return name  # remove, pop, insert, sort: whatever it is, it is not read
+    return None

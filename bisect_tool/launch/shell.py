@@ -15,7 +15,7 @@ from bisect_hooks.errors import UsageError
 
 from bisect_tool.launch import shell_builtins
 from bisect_tool.launch.arithmetic import Arithmetic
-from bisect_tool.launch.shell_assign import assigned
+from bisect_tool.launch.shell_assign import assigned, lent
 from bisect_tool.launch.shell_syntax import Reader
 from bisect_tool.launch.shell_tests import Condition
 from bisect_tool.launch.shell_tree import (
@@ -367,11 +367,13 @@ class Shell:
             return True
         name = words[0].text
         if name in self.functions and not words[0].unknown:
-            return self.call(name, words, node.where)
+            with lent(self, node.assigns):
+                return self.call(name, words, node.where)
         builtin = shell_builtins.BUILTINS.get(name)
         if builtin is not None:
             try:
-                return builtin(self, words[1:], node.where)
+                with lent(self, node.assigns):
+                    return builtin(self, words[1:], node.where)
             except Undecided:
                 if self.output is not None:
                     raise

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
 from bisect_tool.launch.shell_tree import Assign
 from bisect_tool.launch.shell_words import LONGEST, Scope, Value, expand, single
 from bisect_tool.launch.words import Undecided, Word, refuse
@@ -19,6 +23,22 @@ def assigned(node: Assign, old: Value | None, scope: Scope) -> Value:
     if sum(len(one.text) for one in (made if isinstance(made, list) else [made])) > LONGEST:
         raise refuse(node.where, f"{node.name} grows beyond {LONGEST} characters")
     return made
+
+
+@contextmanager
+def lent(shell: Any, assigns: Iterable[Assign]) -> Iterator[None]:
+    """Variables that stand before a command (`X=1 source file`): there while it runs, and then as they were."""
+    kept = {one.name: shell.variables.get(one.name) for one in assigns}
+    for one in assigns:
+        shell.assign(one)
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            if value is None:
+                shell.variables.pop(name, None)
+            else:
+                shell.variables[name] = value
 
 
 def _appended(node: Assign, old: Value, new: Value) -> Value:

@@ -205,9 +205,16 @@ def _shift(shell: Shell, words: list[Word], _where: Where) -> bool | None:
     return True
 
 
-def _unset(shell: Shell, words: list[Word], _where: Where) -> bool | None:
+def _unset(shell: Shell, words: list[Word], where: Where) -> bool | None:
     for word in words:
-        shell.variables.pop(word.text, None)
+        element = re.fullmatch(r"(\w+)\[(.+)\]", word.text)
+        held = shell.variables.get(element[1]) if element else None
+        if element is None:
+            shell.variables.pop(word.text, None)
+        elif isinstance(held, list) and element[2].isdigit():
+            shell.put(element[1], [one for i, one in enumerate(held) if i != int(element[2])])
+        elif held is not None:
+            raise refuse(where, f"unset {word.text} is not read")
     return True
 
 

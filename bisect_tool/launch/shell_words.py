@@ -329,6 +329,10 @@ class _Expansion:
             return Word(_trimmed(text, found[1], self._pattern(found[2])), value.where)
         if found := re.fullmatch(r"(//?)((?:[^/\\]|\\.)+)(?:/(.*))?", rest, re.DOTALL):
             new = known([single(Raw(found[3] or "", self.where), self.scope)])[0]
+            if found[1] == "/" and found[2][0] in "#%":  # only at the start, or at the end
+                front = found[2][0] == "#"
+                rest = _trimmed(text, 2 * found[2][0], self._pattern(found[2][1:]))
+                return Word(text if rest == text else new + rest if front else rest + new, value.where)
             return Word(_pattern(self._pattern(found[2])).sub(lambda _: new, text, count=found[1] == "/"), value.where)
         changes = {"^^": text.upper(), ",,": text.lower(), "^": text[:1].upper() + text[1:], ",": text[:1].lower() + text[1:]}
         if rest in changes:
