@@ -30,7 +30,8 @@ class Relation:
     rule: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        return {"kind": self.kind, "detail": self.detail, "also": list(self.also)}
+        detail = {name: number(value) if isinstance(value, float) else value for name, value in self.detail.items()}
+        return {"kind": self.kind, "detail": detail, "also": list(self.also)}
 
     @property
     def key(self) -> str:

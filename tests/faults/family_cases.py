@@ -150,7 +150,7 @@ def cases_of(t: Traits) -> list[Case]:
     if t.moe:
         add("E13", "tp2ep2", lambda _: fault("parallel", list(t.moe), "experts", ["dispatch"], None, "run", ep=[0, 1]), flags=patched)
         add("E08", "ep2", lambda _: conversion(t.moe, "experts", ["fc1", "fc2"], "duplicate", ep=[0, 1]))
-        add("L05", "one", lambda _: config(t.moe, "experts"))
+        add("L05", "one", lambda _: config([t.moe[0]], "experts"))
         if t.expert_bias:
             add("T09", "one", lambda _: config(t.moe, "router", "probs"))
             add("T02", "one", lambda _: fault("model-definition", list(t.moe), "router", ["probs"], None, "run"), flags=patched)
