@@ -219,6 +219,8 @@ class Comparison:
             if self.run.near(site, found)
             else f"{', '.join(before)} before it agree{'s' if len(before) == 1 else ''}."
         )
+        if self.run.passed_over(site, found):
+            agrees += " Nothing of the layers between was there to compare: it may be made in any of them."
         text += (f" {agrees}" if before else "") + (f" {reason}" if reason else "") + self._metadata(site, shape)
         return Finding(
             cls, module, shard, difference=one.difference, tolerance=one.tolerance, relation=relation, explanation=text,

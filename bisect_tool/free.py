@@ -158,12 +158,37 @@ class FreeRun:
             else:
                 found.missing[key] = why or "the candidate's recording has no such site"
         found.missing |= {name: why for name, why in absent.items() if name.startswith("rank ")}
+        dropped = self._dropped(reference & candidate)
+        found.missing |= dropped
         for key in candidate - reference:
-            if not key.endswith(HELPERS):
+            if not key.endswith(HELPERS) and split_key(key)[0] not in dropped:
                 found.skipped.setdefault(_kind(key), "the reference's recording has no such site")
         if any(map(_probed, reference)):
             found.skipped["experts, one by one"] = "they are probed on the same rows, which two recordings can't be; their sum is compared"
-        return [key for key in in_order(reference & candidate) if not key.endswith(HELPERS) and not _probed(key)]
+        both = [key for key in in_order(reference & candidate) if not key.endswith(HELPERS) and not _probed(key)]
+        found.missing |= {key: why for key in both if (why := self._misfit(key))}
+        return [key for key in both if key not in found.missing]
+
+    def _dropped(self, both: set[str]) -> dict[str, str]:
+        """What an import says that it lost, on either side: expected by the family's table, whatever the other side has."""
+        sides = {"reference": self.reference.provenance, "candidate": self.candidate.provenance}
+        held = both | {split_key(key)[0] for key in both}
+        return {
+            name: f"the {side}'s recording lacks it: {why}"
+            for side, come in sides.items()
+            if come.imported
+            for name, why in come.absent.items()
+            if name not in held and not name.startswith("rank ")
+        }
+
+    def _misfit(self, key: str) -> str:
+        """Why two tensors can't be those of one site, or ""."""
+        reference, candidate = self.reference.width(key), self.candidate.width(key)
+        padded = key == "lm_head" and candidate > reference
+        sizes = ["x".join(map(str, one)) for one in (reference, candidate)]
+        return (
+            "" if reference == candidate or padded else f"it is {sizes[0]} wide in the reference's recording, {sizes[1]} in the candidate's"
+        )
 
     def _judge(self, key: str, found: Free) -> Judged:
         tolerance = self.tolerance(key)
@@ -184,10 +209,10 @@ class FreeRun:
     def _route(self, layer: int, found: Free) -> None:
         """Judges the choice by the candidate's own logits, and drops tokens behind a choice that differs."""
         key, logits = f"layers.{layer}.router.topk", f"layers.{layer}.router.logits"
-        if key not in self.reference or key not in self.candidate:
+        if not self._both(key, found):
             return
         reference, candidate = self.pair(key)
-        if logits in self.reference and logits in self.candidate and bool(follows(reference, self.pair(logits)[0]).all()):
+        if self._both(logits, found) and bool(follows(reference, self.pair(logits)[0]).all()):
             broken = found.alive & ~follows(candidate, self.pair(logits)[1])
             verdict = Verdict.DIFFERS if bool(broken.any()) else Verdict.AGREES
             shown = measure(reference[broken], candidate[broken]) if bool(broken.any()) else None
@@ -202,6 +227,9 @@ class FreeRun:
             kept[start : start + len(row)] &= ~here
             start += len(row)
         found.alive = kept
+
+    def _both(self, key: str, found: Free) -> bool:
+        return key in self.reference and key in self.candidate and key not in found.missing
 
     def _made(self, found: Free) -> list[Site]:
         made = []
@@ -231,6 +259,19 @@ class FreeRun:
                 else:
                     todo.append(one)
         return sources
+
+    def passed_over(self, site: Site, found: Free) -> bool:
+        """Whether whole layers lie between a site and what was compared before it."""
+        seen, todo = {str(site)}, [site]
+        while todo:
+            for one in self._before(todo.pop()):
+                if str(one) in seen or str(one) in found.level:
+                    continue
+                if word(one) == "output":
+                    return True
+                seen.add(str(one))
+                todo.append(one)
+        return False
 
     def near(self, site: Site, found: Free) -> bool:
         """Whether all that the site is computed from was compared, and not only what lies further back."""

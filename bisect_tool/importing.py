@@ -65,10 +65,16 @@ def import_dump(
                 f"{name} (nearest: {', '.join(renaming.names.nearest(name)) or 'none'})" for name in list(renaming.unknown)[:3]
             )
             raise UsageError(f"{path}: no name in it is known: {near}", hint="say what they are with --map")
-        recording = unshard(ranks, out, imported=form, decoded=() if dump.decoded is None else (dump.decoded,))
+        if renaming.misfit:
+            shown = "; ".join(renaming.misfit[:SHOWN]) + (f"; {len(renaming.misfit) - SHOWN} more" if len(renaming.misfit) > SHOWN else "")
+            raise UsageError(f"{path}: {shown}", hint="is --reference the directory of that model?")
+        dropped = renaming.names.dropped(renaming.unknown, renaming.known)
+        recording = unshard(ranks, out, imported=form, decoded=() if dump.decoded is None else (dump.decoded,), dropped=dropped)
     lines = [f"wrote {out}: {len(recording.keys)} tensors, {recording.batch.tokens} tokens of {len(recording.provenance.rows)} sequences"]
     lines += [f"note: {note}" for note in (*dump.notes, *renaming.notes)]
-    lines += [f"not put together: {key}: {why}" for key, why in recording.provenance.absent.items()]
+    lines += [f"absent: {key}: {why}" for key, why in list(recording.provenance.absent.items())[:SHOWN]]
+    if len(recording.provenance.absent) > SHOWN:
+        lines.append(f"absent: {len(recording.provenance.absent) - SHOWN} more")
     lines += [f"left out: {name}: {why}" for name, why in list(renaming.unfit.items())[:SHOWN]]
     lines += [f"not known: {name}; nearest: {', '.join(renaming.names.nearest(name)) or 'none'}" for name in list(renaming.unknown)[:SHOWN]]
     if len(renaming.unknown) > SHOWN:
@@ -78,7 +84,7 @@ def import_dump(
 
 @dataclass(slots=True)
 class Renaming:
-    """One dump's names as ours.  Remembers what was known, not known, and known but not fitting."""
+    """One dump's names as ours.  Remembers what was known, not known, known but not fitting, and of another model's size."""
 
     names: Names
     dump: Dump
@@ -86,6 +92,7 @@ class Renaming:
     known: set[str] = field(default_factory=set)
     unknown: dict[str, None] = field(default_factory=dict)
     unfit: dict[str, str] = field(default_factory=dict)
+    misfit: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -155,7 +162,7 @@ class Renaming:
             tensors["positions"], parts["positions"] = self.dump.positions.reshape(self.shape).clone(), Part("b s", ("positions",))
         modules: dict[str, list[torch.Tensor]] = {}
         for name in sorted(rank.tensors):
-            modules.setdefault(name.partition(":")[0], []).append(rank.tensors[name])
+            modules.setdefault(name if self.names.own(name) else name.partition(":")[0], []).append(rank.tensors[name])
         for name, outputs in modules.items():
             try:
                 pieces = self.names.pieces(name, outputs, self.parallel.tp, self.shape)
@@ -170,6 +177,10 @@ class Renaming:
             if not pieces:
                 self.unknown[name] = None
             for piece in pieces:
+                try:
+                    self.names.fitting(piece)
+                except UsageError as error:
+                    self.misfit.append(f"{name}: {error.message}")
                 self.known.add(piece.key)
                 tensors[piece.key], parts[piece.key] = piece.tensor.float().clone(), Part(piece.layout, tuple(piece.key.split("|")))
         return tensors, parts

@@ -114,6 +114,15 @@ class Recording:
             raise UsageError(f"{self.path} has no {key}")
         return self._read(self.files[key], key)
 
+    def width(self, key: str) -> tuple[int, ...]:
+        """The shape of a key's tensor behind its tokens, unread."""
+        file = self.path / self.files[key]
+        try:
+            with safe_open(file, framework="pt") as opened:
+                return tuple(opened.get_slice(key).get_shape()[1:])
+        except (SafetensorError, OSError) as error:
+            raise UsageError(f"{file} can't be read: {error}") from error
+
     def noise(self, key: str) -> Noise | None:
         """The reference's own noise at a key, where it was measured by row and column."""
         if key not in self.provenance.worst:

@@ -7,7 +7,7 @@ one after another.  A key whose ranks can't be put together is absent, with the 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,15 +33,18 @@ def opened(path: Path) -> Iterator[Recording]:
         yield unshard(path, Path(folder) / "recording")
 
 
-def unshard(directory: Path, out: Path, imported: str = "", decoded: tuple[int, ...] = ()) -> Recording:
+def unshard(
+    directory: Path, out: Path, imported: str = "", decoded: tuple[int, ...] = (), dropped: Mapping[str, str] | None = None
+) -> Recording:
     """Writes the Recording of all ranks' shards in `directory`.  Raises UsageError for pages that don't belong together.
 
     imported  the foreign format that the shards were made of · decoded  where decode begins in each row
+    dropped   sites that were expected of the shards and are in none, and why
     """
     pages = read_pages(directory)
     if not pages:
         raise UsageError(f"{directory} holds no ranks' shards (rank00000.json)")
-    absent = {site: why for page in pages for site, why in page.absent.items()}
+    absent = {site: why for page in pages for site, why in page.absent.items()} | dict(dropped or {})
     lost = sorted(set(range(pages[0].world)) - {page.rank for page in pages})
     if lost:
         absent[f"rank {lost[0]}"] = f"{len(lost)} of {pages[0].world} ranks left no page"

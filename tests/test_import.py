@@ -190,3 +190,14 @@ def test_a_page_of_msprobe_that_tells_nothing_is_refused(page: str, said: str, t
     (tmp_path / "rank0" / "dump.json").write_text(page)
     with pytest.raises(UsageError, match=said):
         imported("msprobe", tmp_path, tmp_path / "out")
+
+
+def test_our_own_names_need_no_map_and_another_width_is_refused(tmp_path: Path) -> None:
+    ids = torch.tensor([ROWS[-1]])
+    layers = {f"layers.{n}.output": torch.randn(1, ids.shape[1], 96) for n in range(8)}
+    torch.save({"input_ids": ids} | layers, tmp_path / "dump.pt")
+    found, text = imported("torch", tmp_path / "dump.pt", tmp_path / "out")
+    assert set(layers) <= set(found.keys) and "not known" not in text
+    torch.save({"input_ids": ids} | layers | {"layers.3.output": torch.randn(1, ids.shape[1], 50)}, tmp_path / "other.pt")
+    with pytest.raises(UsageError, match=r"50 wide, and config\.json has a hidden size of 96"):
+        imported("torch", tmp_path / "other.pt", tmp_path / "refused")

@@ -1,4 +1,4 @@
-"""What a foreign module's output is here: engines' names (SGLang, vLLM), and every module that the family taps on either side.
+"""What a foreign module's output is here: engines' names (SGLang, vLLM), every module that the family taps on either side, our own sites.
 
 Engines fuse: q, k and v (with the gate's rows between those of q, head by head), gate and up, the projections of the linear
 attention, and the residual, which travels beside a layer's own output.  Taken apart they are the family's pieces.
@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from bisect_hooks.errors import UsageError
 from bisect_hooks.family import Dimensions, Family
-from bisect_hooks.tap import Tap
+from bisect_hooks.site import parse_site
+from bisect_hooks.tap import Tap, split_key
+
+from bisect_tool.flow import word
 
 PREFIX = re.compile(r"^(?:module\.)*(?:model\.language_model\.|language_model\.model\.|language_model\.|model\.)?")
 WHOLE, CUT = "b s f", "b s f[tp]"
@@ -87,6 +90,20 @@ ENGINE: dict[str, Fused] = {
 }
 # a chooser's output: probabilities and numbers of the experts of each token, in whatever order the kernel wrote them
 TOPK = re.compile(r"layers\.(\d+)\.mlp\.(?:topk|gate\.topk|router\.topk)")
+# sites that are as wide as the hidden state, whatever else the model is
+HIDDEN = (
+    "embedding",
+    "input",
+    "input_norm",
+    "linear_attention.out_proj",
+    "attention.out_proj",
+    "pre_mlp_norm",
+    "experts.combine",
+    "output",
+    "final_norm",
+)
+# how alike a name that is not known and one that is have to be for the one to be what is missing of the other
+ALIKE = 0.8
 
 
 class Names:
@@ -107,11 +124,13 @@ class Names:
         given = next((known for theirs, ours in self.given.items() if (known := _renamed(theirs, ours, name))), None)
         if given in self.ours or given in ("tokens",):
             return [Piece(str(given), WHOLE, rows(outputs[0], shape))]
+        if given is None and self.own(name):
+            return [Piece(name, WHOLE, rows(outputs[0], shape))]
         path = PREFIX.sub("", given) if given else path
         chosen = TOPK.fullmatch(path)
         if chosen and len(outputs) > 1:
             return self._chosen(int(chosen[1]), outputs, shape)
-        kind = re.sub(r"\b(layers\.)\d+", r"\1*", path)
+        kind = _starred(path)
         number = re.search(r"\blayers\.(\d+)", path)
         fused = ENGINE.get(kind)
         if fused is not None:
@@ -125,14 +144,43 @@ class Names:
         missing_batch = outputs[0].dim() == len(tap.parsed.items) - 1 and shape[0] == 1
         return [Piece("|".join(tap.keys), tap.layout, outputs[0].unsqueeze(tap.layout.startswith("s")) if missing_batch else outputs[0])]
 
+    def own(self, name: str) -> bool:
+        """Whether a name is a key of ours, and no module's path on either side."""
+        return name in self.ours and name not in self.taps and name not in ENGINE
+
+    def fitting(self, piece: Piece) -> Piece:
+        """The piece.  Raises UsageError where it is not as wide as the model's hidden state, and has to be."""
+        site = parse_site(split_key(piece.key)[0]) if "|" not in piece.key else None
+        if site is not None and word(site) in HIDDEN and piece.tensor.shape[-1] != self.dims.hidden:
+            raise UsageError(f"{piece.key} is {piece.tensor.shape[-1]} wide, and config.json has a hidden size of {self.dims.hidden}")
+        return piece
+
+    def dropped(self, unknown: Iterable[str], known: Collection[str]) -> dict[str, str]:
+        """Sites of the table that are not known of the dump, and are or may be what it has under a name that is not known → why.
+
+        A layer has an output: where something of it is not known, and its output is not, that may be it.
+        """
+        found: dict[str, str] = {}
+        named = {kind: fused.site for kind, fused in ENGINE.items()} | {_starred(key): _starred(split_key(key)[0]) for key in self.ours}
+        held = {split_key(key)[0] for one in known for key in one.split("|")}
+        sites = {split_key(key)[0] for key in self.ours}
+        for name in unknown:
+            kind, number = _starred(PREFIX.sub("", name)), re.search(r"(?:^|\.)\w+\.(\d+)(?:\.|$)", name)
+            near = difflib.get_close_matches(kind, list(named), n=1, cutoff=ALIKE)
+            may_be = [named[one] for one in near] + (["layers.*.output"] if number else [])
+            for site in (one.replace("*", number[1]) if number else one for one in may_be):
+                if site in sites and site not in held:
+                    found.setdefault(site, f"nothing is known to be it, and {name} is in the dump, which is not known")
+        return found
+
     def partial(self, name: str) -> bool:
         """Whether ranks may hold summands of a module's output."""
-        fused = ENGINE.get(re.sub(r"\b(layers\.)\d+", r"\1*", PREFIX.sub("", name)))
+        fused = ENGINE.get(_starred(PREFIX.sub("", name)))
         return fused is not None and fused.partial
 
     def nearest(self, name: str) -> list[str]:
-        kind = re.sub(r"\b(layers\.)\d+", r"\1*", PREFIX.sub("", name))
-        known = [*ENGINE, *(re.sub(r"\b(layers\.)\d+", r"\1*", path) for path in self.taps)]
+        kind = _starred(PREFIX.sub("", name))
+        known = [*ENGINE, *map(_starred, self.taps), *map(_starred, self.ours)]
         return difflib.get_close_matches(kind, dict.fromkeys(known), n=3, cutoff=0.4)
 
     def _chosen(self, layer: int, outputs: Sequence[torch.Tensor], shape: tuple[int, int]) -> list[Piece]:
@@ -143,6 +191,11 @@ class Names:
         empty = torch.zeros(*numbers.shape[:-1], self.dims.experts)
         dense = {"probs": empty.scatter(-1, numbers.long(), weights.float()), "topk": empty.scatter(-1, numbers.long(), 1.0)}
         return [Piece(f"layers.{layer}.router.{part}", WHOLE, rows(tensor, shape)) for part, tensor in dense.items()]
+
+
+def _starred(path: str) -> str:
+    """A name with `*` for a layer's number."""
+    return re.sub(r"\b(layers\.)\d+", r"\1*", path)
 
 
 def _renamed(theirs: str, ours: str, name: str) -> str | None:
