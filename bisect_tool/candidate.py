@@ -22,7 +22,7 @@ from bisect_hooks.spec import Spec
 from bisect_hooks.tap import Tap
 from safetensors import safe_open
 
-from bisect_tool.prompts import FORWARD_TOKENS, Batch
+from bisect_tool.prompts import Batch
 from bisect_tool.ranks import WORLDS, World
 
 
@@ -109,7 +109,7 @@ class CandidateRun:
     def record(self, graft: tuple[Path, list[str]] | None = None) -> Said:
         """Forwards of the whole batch, a few prompts each, with the named values of a Recording grafted in."""
         said = []
-        for start, part in self.batch.parts(FORWARD_TOKENS):
+        for start, part in self.batch.parts():
             scratch = self.world.scratch()
             ids = self.fed(part)
             try:

@@ -21,11 +21,12 @@ from bisect_tool.arbiter import Arbiter, Opinion
 from bisect_tool.audit import Auditor
 from bisect_tool.config_check import Mismatch, config_relation, explanation
 from bisect_tool.faults import Finding, Proof, Relation
+from bisect_tool.floor import tolerance_of
 from bisect_tool.flow import site_name, word
 from bisect_tool.forward import Bench, Located, Pass, handed_to
 from bisect_tool.judge import Verdict
 from bisect_tool.recording import in_order
-from bisect_tool.reference import base_grafts, tolerance_of
+from bisect_tool.reference import base_grafts
 
 # computations whose numbers come straight from a tensor of another part
 WEIGHTS_OF = {"linear_attention.decay": ("linear_attention.a_log", "linear_attention.dt_bias"), "attention_gate": ("attention.qkv",)}

@@ -21,12 +21,13 @@ from bisect_hooks.tap import split_key
 from bisect_tool.candidate import CandidateRun, Said
 from bisect_tool.cuts import token_cut
 from bisect_tool.faults import Finding
+from bisect_tool.floor import tolerance_of
 from bisect_tool.flow import CURED_AT, in_place, site_name, upstream, word
 from bisect_tool.judge import Tolerance, Verdict, judge
 from bisect_tool.measure import Difference, measure
 from bisect_tool.noise import Extreme, weigh
 from bisect_tool.recording import Recording, in_order
-from bisect_tool.reference import BEHIND_ROUTING, base_grafts, probe_inputs, tolerance_of
+from bisect_tool.reference import BEHIND_ROUTING, base_grafts, probe_inputs
 from bisect_tool.shapes import shape_of, token_errors
 from bisect_tool.shards import Place, Shard, shard_of
 

@@ -15,17 +15,18 @@ from bisect_tool.arbiter import Arbiter
 from bisect_tool.candidate import CandidateRun, Said
 from bisect_tool.experiments import Lab
 from bisect_tool.faults import Finding
+from bisect_tool.floor import tolerance_of
 from bisect_tool.forward import Bench, Located, expected_keys, of_spec, shows_at, to_finding
 from bisect_tool.judge import Verdict
-from bisect_tool.ladder import DTYPES, Job
+from bisect_tool.ladder import Job
 from bisect_tool.measure import Difference, measure
 from bisect_tool.noise import MARGIN
 from bisect_tool.prompts import Batch
 from bisect_tool.ranks import WORLDS
 from bisect_tool.recording import Recording
-from bisect_tool.reference import answers_of, golden_reference, load_reference, recorded_reference, tolerance_of
+from bisect_tool.reference import answers_of
+from bisect_tool.reference_recording import golden_reference, recorded_reference
 from bisect_tool.report import StageResult
-from bisect_tool.rounding import Rounding
 from bisect_tool.shards import shard_of
 
 ANSWERS, ANSWER_TOKENS = 2, 8
@@ -36,8 +37,8 @@ def run_forward(job: Job, result: StageResult, answers: list[dict[str, str]]) ->
     WORLDS.get(job.parallel.world, job.device)  # ranks start while the reference runs
     run = job.candidate_run()
     job.progress("forward: reference")
-    what = (job.reference, job.family, job.candidate.layout, DTYPES[job.dtype], job.device, job.batch, job.candidate.dtypes)
-    recorded = golden_reference(job.golden, *what) if job.golden is not None else recorded_reference(*what)
+    wanted = job.wanted
+    recorded = golden_reference(job.golden, wanted, job.batch) if job.golden is not None else recorded_reference(wanted, job.batch)
     result.notes += recorded.notes
     job.progress("forward: candidate")
     missing = run.build()
@@ -47,8 +48,7 @@ def run_forward(job: Job, result: StageResult, answers: list[dict[str, str]]) ->
     located = bench.locate(lambda number, found: result.probes.append(_pass_line(number, found)))
     findings = {site: to_finding(bench, located, site) for site in located.sites}
     if findings:
-        rounding = Rounding.of(job.reference, job.family, job.candidate.layout, job.candidate.dtypes)
-        arbiter = Arbiter.of(job.reference, job.family, job.dims, rounding.read)
+        arbiter = Arbiter.of(job.reference, job.family, job.dims, wanted.rounding.read)
         lab = Lab(
             bench,
             located,
@@ -70,9 +70,7 @@ def run_forward(job: Job, result: StageResult, answers: list[dict[str, str]]) ->
 def padded_right(job: Job, bench: Bench) -> Bench:
     """The same prompts, padded on the right: what is wrong there too is not padding's."""
     batch = job.batch.padded_right()
-    what = (job.reference, job.family, job.candidate.layout, DTYPES[job.dtype], job.device, batch, job.candidate.dtypes)
-    recorded = recorded_reference(*what)
-    return replace(bench, recording=recorded.recording, run=replace(bench.run, batch=batch))
+    return replace(bench, recording=recorded_reference(job.wanted, batch).recording, run=replace(bench.run, batch=batch))
 
 
 def _conclude(job: Job, result: StageResult, bench: Bench, located: Located, findings: dict[Site, Finding], free: Said) -> None:
@@ -140,7 +138,7 @@ def disagreements(job: Job, result: StageResult, recording: Recording, logits: D
 
 def is_this_normal(job: Job, recording: Recording, candidate: float) -> str:
     """What rounding alone does to a free run: the reference in this dtype against itself, evaluated again and in fp32."""
-    reference, _ = load_reference(job.reference, job.family, job.candidate.layout, torch.float32, job.device, job.candidate.dtypes)
+    reference, _ = replace(job.wanted, dtype=torch.float32).load()
     exact = job.batch.pack(reference.forward(job.batch.ids(), job.batch.mask())).cpu()
     rounding = measure(exact, recording["lm_head"].float()).relative_rms
     again = recording.provenance.free_floor["lm_head"]

@@ -19,13 +19,13 @@ from bisect_hooks.shard_file import FUSED
 from bisect_hooks.site import Site, parse_site
 from bisect_hooks.tap import split_key
 
+from bisect_tool.floor import tolerance_of
 from bisect_tool.flow import UPSTREAM, site_name, word
 from bisect_tool.forward import PROBED, Judged
 from bisect_tool.judge import Tolerance, Verdict, judge
 from bisect_tool.measure import measure
 from bisect_tool.noise import MARGIN
 from bisect_tool.recording import Recording, in_order
-from bisect_tool.reference import tolerance_of
 from bisect_tool.shapes import token_errors
 
 # structured drift is not noise and may grow faster: only far faster growth is a drift of its own

@@ -19,7 +19,7 @@ from bisect_tool.judge import Verdict
 from bisect_tool.ladder import DTYPES, package_version
 from bisect_tool.noise import MARGIN
 from bisect_tool.recording import Recording
-from bisect_tool.reference import golden_recording
+from bisect_tool.reference_recording import golden_recording
 from bisect_tool.report import STAGES, Report, StageResult, not_run, timed
 
 

@@ -8,6 +8,7 @@ for each block.
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -136,6 +137,16 @@ class HuggingFaceDirectory:
         """One whole tensor by its canonical name, a copy of its own."""
         found = self.tensor(name)
         return found.read() if isinstance(found, Stored) else found.rows(0, found.shape[0])
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of every tensor's name, shape, dtype and first row: tells weights from others, and reads next to nothing."""
+        digest = hashlib.sha256()
+        for name in self.names:
+            stored = self.stored[name]
+            row = stored.rows(0, 1) if stored.shape else stored.read()
+            digest.update(f"{name} {stored.shape} {stored.dtype} ".encode() + row.contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
 
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:

@@ -32,6 +32,7 @@ from bisect_tool.report import STAGES, Report, StageResult, not_run, timed
 from bisect_tool.weights import Sides, run_weights
 
 if TYPE_CHECKING:
+    from bisect_tool.reference import Wanted
     from bisect_tool.rollouts.evidence import Evidence
     from bisect_tool.rollouts.gather import Gathered
 
@@ -111,6 +112,14 @@ class Job:
     def read_by_spec(self) -> dict[str, Any]:
         """What the candidate's own spec reads from the Hugging Face directory: said as a note, never a finding."""
         return self.family.read_by_spec(plain(self.candidate.args), self.reference.config)
+
+    @cached_property
+    def wanted(self) -> Wanted:
+        """The reference as the forward stage needs it."""
+        from bisect_tool.reference import Wanted
+
+        checkpoint = self.candidate
+        return Wanted(self.reference, self.family, checkpoint.layout, DTYPES[self.dtype], self.device, checkpoint.dtypes)
 
     @property
     def written_under(self) -> Parallel | None:

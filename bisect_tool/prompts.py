@@ -89,8 +89,12 @@ class Batch:
             padded[i, self._real(i, length)] = part
         return padded
 
-    def parts(self, most: int) -> list[tuple[int, Batch]]:
-        """Consecutive rows that make at most `most` tokens with their padding (always one row), each with its first token's number."""
+    def parts(self, most: int | None = None) -> list[tuple[int, Batch]]:
+        """Consecutive rows that make at most `most` tokens with their padding (always one row), each with its first token's number.
+
+        most  FORWARD_TOKENS where it is None
+        """
+        most = FORWARD_TOKENS if most is None else most
         parts: list[list[tuple[int, ...]]] = []
         widest = 0
         for row in self.rows:

@@ -9,17 +9,14 @@ import torch
 from bisect_tool.candidate import CandidateRun
 from bisect_tool.ladder import DTYPES, Job, package_version
 from bisect_tool.recording import Provenance, Recording, by_group, writing
-from bisect_tool.reference import load_reference, record_reference
-from bisect_tool.rounding import Rounding
+from bisect_tool.reference_recording import record_reference
 
 
 def record(job: Job, side: str, out: Path) -> str:
     """Writes the Recording and returns a line about it."""
     if side == "reference":
-        layout, stored = job.candidate.layout, job.candidate.dtypes
-        reference, notes = load_reference(job.reference, job.family, layout, DTYPES[job.dtype], job.device, stored)
-        rounded = Rounding.of(job.reference, job.family, layout, stored).shown
-        recording = record_reference(reference, job.batch, out, model=str(job.reference_path), layout=layout, rounded=rounded)
+        reference, notes = job.wanted.load()
+        recording = record_reference(job.wanted, reference, job.batch, out)
         return "\n".join([f"wrote {out}: {len(recording.keys)} tensors, {job.batch.tokens} tokens, with the reference's own noise", *notes])
     recording = record_candidate(job, job.candidate_run(), out)
     absent = [f"not recorded: {key}: {why}" for key, why in recording.provenance.absent.items()]

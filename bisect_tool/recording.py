@@ -34,6 +34,7 @@ class Provenance:
     """Where a Recording came from.
 
     rows               token ids of each prompt
+    fingerprint        tells the weights of a reference from others
     replica_difference relative rms between replicas, for keys where they were not bit-equal
     floor, free_floor  relative rms a re-evaluation of the same function differs by (grafted, free-running), by key
     worst              the largest a row, a column and the scale of a re-evaluation are, in units of the noise kept in noise.safetensors
@@ -56,7 +57,7 @@ class Provenance:
     grafted: bool = False
     versions: Mapping[str, str] = field(default_factory=dict)
     device: str = "cpu"
-    weights: Mapping[str, str] = field(default_factory=dict)
+    fingerprint: str = ""
     replica_difference: Mapping[str, float] = field(default_factory=dict)
     floor: Mapping[str, float] = field(default_factory=dict)
     free_floor: Mapping[str, float] = field(default_factory=dict)

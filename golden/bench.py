@@ -27,7 +27,8 @@ from bisect_tool.hf_directory import open_hf
 from bisect_tool.noise import MARGIN
 from bisect_tool.prompts import make_batch, read_prompts
 from bisect_tool.ranks import WORLDS
-from bisect_tool.reference import load_reference, record_reference
+from bisect_tool.reference import Wanted
+from bisect_tool.reference_recording import record_reference
 
 PARALLEL = (Parallel(), Parallel(tp=2, sp=True), Parallel(pp=2), Parallel(ep=4), Parallel(tp=2, ep=2, etp=1, sp=True))
 
@@ -46,13 +47,14 @@ def main() -> int:
     worst = 0.0
     with tempfile.TemporaryDirectory() as folder:
         for layout in LAYOUTS:
-            reference, _ = load_reference(directory, family, layout, torch.float32, "cpu")
+            wanted = Wanted(directory, family, layout, torch.float32)
+            reference, _ = wanted.load()
             reference.forward(batch.ids(), batch.mask())
             started = time.perf_counter()
             reference.forward(batch.ids(), batch.mask())
             forward = time.perf_counter() - started
             started = time.perf_counter()
-            recording = record_reference(reference, batch, Path(folder) / f"{layout}-recording", model="bench", layout=layout)
+            recording = record_reference(wanted, reference, batch, Path(folder) / f"{layout}-recording")
             recorded = (time.perf_counter() - started) / forward
             out = Path(folder) / layout
             convert(directory.path, out, layout, Parallel(), None)

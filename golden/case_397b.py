@@ -37,7 +37,7 @@ from bisect_tool.hf_directory import read_config
 from bisect_tool.ladder import Job
 from bisect_tool.prompts import Batch
 from bisect_tool.ranks import WORLDS
-from bisect_tool.reference import load_reference
+from bisect_tool.reference import Wanted
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -171,7 +171,7 @@ def _answers(case: Case) -> None:
         job = Job(Path("hf"), Path(name), "sums.jsonl")
         candidate = job.candidate_run()
         candidate.build()
-        reference, _ = load_reference(job.reference, job.family, job.candidate.layout, torch.float32, "cpu")
+        reference, _ = Wanted(job.reference, job.family, job.candidate.layout, torch.float32).load()
         found = compare_answers(job, candidate, reference, SUMS, 4)
         right["reference"] = sum(_right(one["prompt"], one["reference"]) for one in found)
         right[name] = sum(_right(one["prompt"], one["candidate"]) for one in found)

@@ -23,7 +23,7 @@ from bisect_tool.conversion import convert
 from bisect_tool.ladder import Job, climb
 from bisect_tool.ranks import WORLDS
 from bisect_tool.recorded import record
-from bisect_tool.reference import RECORDING
+from bisect_tool.reference_recording import RECORDING
 
 HERE = Path(__file__).resolve().parent
 MODEL, CONVERTED = "golden/tiny-qwen3.5-moe", "golden/tiny-qwen3.5-moe-torch_dist"

@@ -27,7 +27,8 @@ from bisect_tool.hf_directory import HuggingFaceDirectory, open_hf
 from bisect_tool.ladder import DTYPES
 from bisect_tool.prompts import Batch
 from bisect_tool.recording import Recording
-from bisect_tool.reference import load_reference, record_reference
+from bisect_tool.reference import Wanted
+from bisect_tool.reference_recording import record_reference
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "tests"), str(HERE.parent / "tests/faults")]
@@ -45,12 +46,14 @@ class Place:
     folder: Path
     family: Family = field(init=False)
     dims: Dimensions = field(init=False)
+    wanted: Wanted = field(init=False, repr=False)
     reference: Reference = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.family = family_of(self.directory.config)
         self.dims = self.family.reference_dimensions(self.directory.config)
-        self.reference, _ = load_reference(self.directory, self.family, self.layout, DTYPES[self.dtype], "cpu")
+        self.wanted = Wanted(self.directory, self.family, self.layout, DTYPES[self.dtype])
+        self.reference, _ = self.wanted.load()
 
     def __str__(self) -> str:
         return f"{self.model} {self.dtype} {self.layout}"
@@ -64,7 +67,7 @@ class Place:
         """The reference's, with its noise; made once a batch."""
         name = hashlib.sha256(repr(batch.rows).encode()).hexdigest()[:16]
         out = self.folder / f"recording-{self.dtype}-{self.layout}-{name}"
-        return Recording(out) if out.exists() else record_reference(self.reference, batch, out, model="", layout=self.layout)
+        return Recording(out) if out.exists() else record_reference(self.wanted, self.reference, batch, out)
 
     def bench(self, batch: Batch, run: CandidateRun) -> Bench:
         run.batch = batch

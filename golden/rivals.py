@@ -24,13 +24,14 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from score import LENGTH, SEED, SEVERITIES, spoiled_of
 
+from bisect_tool.floor import tolerance_of
 from bisect_tool.flow import site_name, word
 from bisect_tool.forward import judged
 from bisect_tool.judge import Tolerance, Verdict
 from bisect_tool.measure import measure
 from bisect_tool.noise import Noise
 from bisect_tool.ranks import WORLDS
-from bisect_tool.reference import base_grafts, tolerance_of
+from bisect_tool.reference import base_grafts
 
 HERE = Path(__file__).resolve().parent
 PAIRS, OUT = HERE / "rivals.safetensors", HERE.parent / "docs" / "rivals.md"

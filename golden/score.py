@@ -26,7 +26,6 @@ from bisect_tool.faults import Finding
 from bisect_tool.flow import word
 from bisect_tool.forward import Bench, Located, to_finding
 from bisect_tool.ladder import DTYPES
-from bisect_tool.rounding import Rounding
 from bisect_tool.weights import Sides
 
 SEVERITIES = ("full", "unit", "1 %")
@@ -99,8 +98,7 @@ def score_tensors(layout: str, dtypes: tuple[str, ...] = tuple(DTYPES), severiti
     scores = []
     with tempfile.TemporaryDirectory() as name:
         for place in embedded(Path(name), (layout,), dtypes):
-            rounding = Rounding.of(place.directory, place.family, place.layout)
-            arbiter = Arbiter.of(place.directory, place.family, place.dims, rounding.read)
+            arbiter = Arbiter.of(place.directory, place.family, place.dims, place.wanted.rounding.read)
             auditor = Sides(place.directory.path, place.checkpoint, None, None).auditor("reference-candidate")
             for rule, _, severity, bench in spoilt(place, severities):
                 located = bench.locate()

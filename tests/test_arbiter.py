@@ -17,12 +17,14 @@ from written import Written
 
 from bisect_tool import golden
 from bisect_tool.arbiter import Arbiter, Opinion
+from bisect_tool.floor import tolerance_of
 from bisect_tool.hf_directory import HuggingFaceDirectory, open_hf
 from bisect_tool.measure import measure
 from bisect_tool.noise import MARGIN
 from bisect_tool.prompts import Batch
 from bisect_tool.recording import Recording
-from bisect_tool.reference import load_reference, record_reference, tolerance_of
+from bisect_tool.reference import Wanted
+from bisect_tool.reference_recording import record_reference
 
 GOLDEN = Recording(golden.folder() / "recording")
 BATCH = GOLDEN.batch
@@ -89,8 +91,9 @@ def test_every_formula_agrees_with_transformers_to_the_noise_of_float32() -> Non
 def test_the_formulas_are_those_of_every_family(name: str, tmp_path: Path) -> None:
     directory = open_hf(tiny.make(name, tmp_path / "model"))
     family = family_of(directory.config)
-    reference, _ = load_reference(directory, family, "slime", torch.float32, "cpu")
-    recording = record_reference(reference, Batch(((5, 7, 9), tuple(range(3, 70)))), tmp_path / "recording", model="", layout="slime")
+    wanted = Wanted(directory, family, "slime", torch.float32)
+    reference, _ = wanted.load()
+    recording = record_reference(wanted, reference, Batch(((5, 7, 9), tuple(range(3, 70)))), tmp_path / "recording")
     ratios = ratios_of(Arbiter.of(directory, family, reference.dims, directory.read), recording, directory)
     worst = max(ratios, key=lambda key: ratios[key])
     assert ratios[worst] < 1, (worst, ratios[worst])

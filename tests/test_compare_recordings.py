@@ -24,7 +24,8 @@ from bisect_tool.comparing import compare
 from bisect_tool.hf_directory import open_hf
 from bisect_tool.prompts import Batch
 from bisect_tool.recording import Recording
-from bisect_tool.reference import recorded_reference
+from bisect_tool.reference import Wanted
+from bisect_tool.reference_recording import recorded_reference
 
 LENGTHS = (16, 64, 24)
 ROWS = tuple(tuple(torch.randint(3, 500, (n,), generator=torch.Generator().manual_seed(n)).tolist()) for n in LENGTHS)
@@ -43,7 +44,7 @@ def reference() -> Path:
     """transformers on the same rows, with its own noise."""
     directory = open_hf(golden.reference())
     layout = open_checkpoint(golden.candidate()).layout
-    return recorded_reference(directory, family_of(directory.config), layout, torch.float32, "cpu", Batch(ROWS)).recording.path
+    return recorded_reference(Wanted(directory, family_of(directory.config), layout, torch.float32), Batch(ROWS)).recording.path
 
 
 def judged(reference: Path, candidate: Path) -> dict[str, Any]:

@@ -22,7 +22,8 @@ from bisect_tool.free import Free
 from bisect_tool.judge import Verdict
 from bisect_tool.prompts import Batch
 from bisect_tool.recording import Recording
-from bisect_tool.reference import load_reference, record_reference
+from bisect_tool.reference import Wanted
+from bisect_tool.reference_recording import record_reference
 from bisect_tool.report import StageResult
 from bisect_tool.rollouts.gather import Gathered
 from bisect_tool.rollouts.judging import CONVERSION
@@ -69,8 +70,8 @@ def judge(gathered: Gathered, known: Known, candidate: Record | None, result: St
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bisect-engine-")))
         rows = tuple(dict.fromkeys(row for one in engines.values() for row in one.provenance.rows))
         gathered.asked.progress("engine: the reference on the recorded tokens")
-        model, _ = load_reference(gathered.directory, gathered.family, "native", torch.float32, gathered.asked.device)
-        reference = record_reference(model, Batch(rows), folder / "reference", model=str(gathered.directory.path), layout="native")
+        wanted = Wanted(gathered.directory, gathered.family, "native", torch.float32, gathered.asked.device)
+        reference = record_reference(wanted, wanted.load()[0], Batch(rows), folder / "reference")
         sides = {"reference": reference, **engines}
         if candidate is not None:
             gathered.asked.progress("engine: the candidate on the recorded tokens")

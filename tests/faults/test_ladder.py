@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from bisect_hooks.family import family_of
 from bisect_hooks.hf import Reference
 from bisect_hooks.parallel import Parallel
 from bisect_hooks.tap import listening
+from safetensors.torch import load_file, save_file
 from workshop import PROMPTS, REFERENCE, ROOT, Workshop
 
 from bisect_tool.__main__ import run
@@ -26,7 +28,8 @@ from bisect_tool.candidate import CandidateRun
 from bisect_tool.checkpoint import open_checkpoint
 from bisect_tool.hf_directory import open_hf
 from bisect_tool.prompts import Batch
-from bisect_tool.reference import base_grafts, load_reference, record_reference
+from bisect_tool.reference import Wanted, base_grafts
+from bisect_tool.reference_recording import record_reference
 
 pytestmark = pytest.mark.ranks
 GOLDEN = ROOT / "golden"
@@ -81,6 +84,16 @@ def test_a_run_against_golden_recordings_places_and_proves_what_a_run_against_th
     assert "is in float32, --dtype asks for bfloat16" in capsys.readouterr().err
 
 
+def test_a_golden_recording_of_other_weights_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(REFERENCE, other)
+    file = next(other.glob("*.safetensors"))
+    save_file({name: -one if name.endswith("lm_head.weight") else one for name, one in load_file(file).items()}, file)
+    asked = ["run", "--reference", str(other), "--candidate", str(GOLDEN / "tiny-qwen3.5-moe-torch_dist"), "--golden", str(GOLDEN)]
+    assert run([*asked, "--prompts", str(PROMPTS), "--stages", "inputs,forward", "--out", str(tmp_path / "out")]) == 2
+    assert "is of other weights" in capsys.readouterr().err
+
+
 def test_listening_changes_no_bit_of_either_side() -> None:
     directory = open_hf(REFERENCE)
     family = family_of(directory.config)
@@ -103,20 +116,20 @@ def test_a_batch_run_in_parts_says_what_it_says_at_once(monkeypatch: pytest.Monk
     directory, parallel = open_hf(REFERENCE), Parallel(ep=2)
     family = family_of(directory.config)
     checkpoint = open_checkpoint(GOLDEN / "tiny-qwen3.5-moe-torch_dist")
-    reference, _ = load_reference(directory, family, "slime", torch.float32, "cpu")
-    recording = record_reference(reference, BATCH, tmp_path / "whole", model="", layout="slime", noise=False)
+    wanted = Wanted(directory, family, "slime", torch.float32)
+    reference, _ = wanted.load()
+    recording = record_reference(wanted, reference, BATCH, tmp_path / "whole")
     candidate = CandidateRun(family, plain(checkpoint.args), "slime", checkpoint.path, parallel, torch.float32, "cpu", BATCH)
     candidate.build()
     grafts = (recording.path, base_grafts(candidate.dims))
     free, grafted = candidate.record(), candidate.record(grafts)
     assert len(BATCH.parts(1)) == len(BATCH.rows) > 1
-    monkeypatch.setattr("bisect_tool.candidate.FORWARD_TOKENS", 1)
+    monkeypatch.setattr("bisect_tool.prompts.FORWARD_TOKENS", 1)
     for whole, parts in ((free, candidate.record()), (grafted, candidate.record(grafts))):
         assert whole.tensors.keys() == parts.tensors.keys()
         for key, tensor in whole.tensors.items():
             torch.testing.assert_close(parts.tensors[key], tensor, rtol=1e-3, atol=1e-4, msg=key)
-    monkeypatch.setattr("bisect_tool.reference.FORWARD_TOKENS", 1)
-    again = record_reference(reference, BATCH, tmp_path / "parts", model="", layout="slime", noise=False)
+    again = record_reference(wanted, reference, BATCH, tmp_path / "parts")
     for key in recording.keys:
         torch.testing.assert_close(again[key], recording[key], rtol=1e-3, atol=1e-4, msg=key)
 

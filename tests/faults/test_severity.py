@@ -17,7 +17,8 @@ from bisect_tool.checkpoint import open_checkpoint
 from bisect_tool.forward import Bench
 from bisect_tool.hf_directory import open_hf
 from bisect_tool.prompts import Batch
-from bisect_tool.reference import load_reference, record_reference
+from bisect_tool.reference import Wanted
+from bisect_tool.reference_recording import record_reference
 
 pytestmark = [pytest.mark.ranks, pytest.mark.wide]
 BATCH = Batch(((1, 20, 21, 13), tuple(range(3, 70))))
@@ -28,8 +29,9 @@ LAYER = "decoder.layers.3"
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     directory, checkpoint = open_hf(REFERENCE), open_checkpoint(ROOT / "golden/tiny-qwen3.5-moe-torch_dist")
     family = family_of(directory.config)
-    reference, _ = load_reference(directory, family, "slime", torch.float32, "cpu")
-    recording = record_reference(reference, BATCH, tmp_path_factory.mktemp("severity") / "recording", model="", layout="slime")
+    wanted = Wanted(directory, family, "slime", torch.float32)
+    reference, _ = wanted.load()
+    recording = record_reference(wanted, reference, BATCH, tmp_path_factory.mktemp("severity") / "recording")
     run = CandidateRun(family, plain(checkpoint.args), "slime", checkpoint.path, Parallel(), torch.float32, "cpu", BATCH)
     run.build()
     yield Bench(recording, run, reference.dims)

@@ -1,0 +1,143 @@
+"""The reference's own noise, and what it allows.
+
+The allowance at a site comes from the reference itself: the same function, on the same inputs, evaluated another way.  Four
+re-evaluations are made, each layer given the same inputs as the first time:
+
+    another order   half the chunk of the delta rule, experts in one batched product
+    alone           every prompt in a batch of its own, so other shapes and other blocking
+    permuted        the hidden dimension in another order, weights and all: an exact symmetry
+    half an ulp     every weight and every grafted input moved by up to half a unit in its last place (seeded)
+
+The floor of a site is the largest relative rms of the four, and at least half a unit in the last place; the allowance is MARGIN
+times the floor.  Rows (tokens) and columns (channels) have allowances of their own (`noise.py`).  The margin covers that the
+candidate adds its own order of sums to ours; `make bench` prints how much of it clean runs use.
+
+A choice has no noise.  What lies behind one (the routed experts' sum, the layer's output) is compared on tokens whose experts
+were chosen alike; probabilities by the rule on logits moved by half a unit in the last place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+from bisect_hooks.hf import Reference
+from bisect_hooks.site import parse_site
+from bisect_hooks.tap import split_key
+
+from bisect_tool.judge import Tolerance
+from bisect_tool.measure import Sums, measure
+from bisect_tool.noise import MARGIN, Noise, estimate
+from bisect_tool.prompts import Batch
+from bisect_tool.recording import Recording
+from bisect_tool.reference import base_grafts, routed_alike, said_of
+from bisect_tool.spilled import Spilled
+
+SEED = 20260423
+SOURCE = f"{MARGIN:.0f} x the reference's own noise (four re-evaluations)"
+
+
+def tolerance_of(recording: Recording, key: str, *, free: bool = False) -> Tolerance:
+    """The allowance at a key; what is only handed on (dispatch) or chosen (top-k) has to be exact."""
+    if ".dispatch:" in key or key.endswith(".topk"):
+        return Tolerance(0.0, "exact: judged by the candidate's own routing")
+    floor = (recording.provenance.free_floor if free else recording.provenance.floor).get(key, 0.0)
+    return Tolerance(MARGIN * floor, SOURCE, None if free else recording.noise(key))
+
+
+Floors = dict[str, float]
+Evaluate = Callable[[Batch, Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]
+
+
+def measured(
+    reference: Reference, batch: Batch, said: Spilled, probes: Mapping[str, torch.Tensor], folder: Path
+) -> tuple[Floors, Floors, dict[str, Noise]]:
+    """(floor, free floor, noise by row and column) of every key; differences wait on disk in `folder`."""
+    least = torch.finfo(reference.dtype).eps / 2
+    floor, free = dict.fromkeys(said, least), dict.fromkeys(said, least)
+    deltas: list[Spilled] = []
+    parts = [part for _, part in batch.parts()]
+    cut_loose = base_grafts(reference.dims)
+
+    def raise_to(levels: Floors, evaluate: Evaluate, grafted: bool) -> None:
+        """Evaluates another way, a part of the batch at a time; of grafted evaluations the differences are kept."""
+        sums: dict[str, Sums] = {}
+        spilled = Spilled(folder / f"deltas-{len(deltas)}") if grafted else None
+        for number, part in enumerate(parts):
+            before = said.part(number, reference.device)
+            again = evaluate(part, {key: before[key] for key in cut_loose} if grafted else {})
+            # a choice has no noise: it is judged by the rule on the candidate's own logits
+            compared = {key: _kept(key, before, again) for key in again if not _is_choice(key)}
+            for key, keep in compared.items():
+                if bool(keep.any()):
+                    sums.setdefault(key, Sums()).add(before[key][keep], again[key][keep])
+            if spilled is not None:
+                # noise needs few digits
+                spilled.add(
+                    {
+                        key: (again[key].float() - before[key].float()).bfloat16().masked_fill(~keep[:, None], torch.nan)
+                        for key, keep in compared.items()
+                    }
+                )
+        for key, one in sums.items():
+            levels[key] = max(levels[key], one.difference().relative_rms)
+        if spilled is not None:
+            deltas.append(spilled)
+
+    def once(part: Batch, grafts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return said_of(reference, part, grafts)
+
+    with reference.another_order():
+        raise_to(floor, once, grafted=True)
+        raise_to(free, once, grafted=False)
+    raise_to(floor, partial(said_of, reference, most=1), grafted=True)  # every prompt in a batch of its own
+    with reference.hidden_permuted(SEED):
+        raise_to(floor, once, grafted=True)
+    ruled: dict[str, list[torch.Tensor]] = {}
+    with reference.half_an_ulp_off(SEED) as nudge:
+
+        def nudged(part: Batch, grafts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            return said_of(reference, part, {key: nudge(value) for key, value in grafts.items()})
+
+        raise_to(floor, nudged, grafted=True)
+        raise_to(free, once, grafted=False)
+        for key in (key for key in probes if ":" not in key):
+            floor[key] = least
+        for layer in range(reference.dims.layers):
+            if reference.dims.moe[layer]:
+                first, _, second = reference.probe_experts(layer, nudge(probes[f"layers.{layer}.experts.fc1:rows"]))
+                for key, again in ((f"layers.{layer}.experts.fc1", first), (f"layers.{layer}.experts.fc2", second)):
+                    # each expert is judged by itself, so the floor is the worst expert's
+                    floor[key] = max(floor[key], *(measure(a, b).relative_rms for a, b in zip(probes[key], again, strict=True)))
+        for key in (key for key in said if key.endswith(".router.probs")):
+            floor[key], ruled[key] = _rule_noise(reference, key, said, nudge, least)
+    noises = {key: estimate(said[key], ruled.get(key) or [one[key] for one in deltas], least) for key in deltas[0]}
+    return floor, free, noises
+
+
+def _kept(key: str, before: Mapping[str, torch.Tensor], again: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """[t] tokens whose values at a key can be compared."""
+    alike = routed_alike(key, before, again)
+    return torch.ones(len(before[key]), dtype=torch.bool, device=before[key].device) if alike is None else alike
+
+
+def _rule_noise(
+    reference: Reference, key: str, said: Mapping[str, torch.Tensor], nudge: Callable[[torch.Tensor], torch.Tensor], least: float
+) -> tuple[float, list[torch.Tensor]]:
+    """Of probabilities: the rule on its own logits and on moved ones, against what the reference said, where the choice stayed."""
+    prefix = key.removesuffix(".probs")
+    found, level = [], least
+    for logits in (said[f"{prefix}.logits"].float(), nudge(said[f"{prefix}.logits"]).float()):
+        routing = reference.family.route(logits, reference.dims, said.get(f"{prefix}.expert_bias"))
+        keep = (routing.chosen == said[f"{prefix}.topk"].float()).all(-1)
+        if bool(keep.any()):
+            level = max(level, measure(said[key][keep].float(), routing.probs[keep]).relative_rms)
+        found.append((routing.probs - said[key].float()).bfloat16().masked_fill(~keep[:, None], torch.nan))
+    return level, found
+
+
+def _is_choice(key: str) -> bool:
+    site = parse_site(split_key(key)[0])
+    return site.module == "tokens" or site.part == "topk"
