@@ -97,6 +97,7 @@ class Recording:
         if outside:
             raise UsageError(f"{page} names {outside[0]!r}, a path that leaves the directory; refused")
         self.path = path
+        self._files: dict[str, Any] = {}
 
     @property
     def batch(self) -> Batch:
@@ -117,12 +118,8 @@ class Recording:
 
     def width(self, key: str) -> tuple[int, ...]:
         """The shape of a key's tensor behind its tokens, unread."""
-        file = self.path / self.files[key]
-        try:
-            with safe_open(file, framework="pt") as opened:
-                return tuple(opened.get_slice(key).get_shape()[1:])
-        except (SafetensorError, OSError) as error:
-            raise UsageError(f"{file} can't be read: {error}") from error
+        with self._opened(self.files[key]) as file:
+            return tuple(file.get_slice(key).get_shape()[1:])
 
     def noise(self, key: str) -> Noise | None:
         """The reference's own noise at a key, where it was measured by row and column."""
@@ -135,10 +132,17 @@ class Recording:
         return Noise(rows, columns, *worst)
 
     def _read(self, name: str, key: str) -> torch.Tensor:
+        with self._opened(name) as file:
+            return file.get_tensor(key)  # type: ignore[no-any-return]
+
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[Any]:
+        """One file, its header parsed once: a judge asks for hundreds of keys, one by one."""
         file = self.path / name
         try:
-            with safe_open(file, framework="pt") as opened:
-                return opened.get_tensor(key)  # type: ignore[no-any-return]
+            if name not in self._files:
+                self._files[name] = safe_open(file, framework="pt")
+            yield self._files[name]
         except (SafetensorError, OSError) as error:
             raise UsageError(f"{file} can't be read: {error}") from error
 
