@@ -33,6 +33,7 @@ from bisect_tool.noise import MARGIN, Noise, estimate
 from bisect_tool.prompts import Batch
 from bisect_tool.recording import Recording
 from bisect_tool.reference import base_grafts, routed_alike, said_of
+from bisect_tool.routing import rule_deltas
 from bisect_tool.spilled import Spilled
 
 SEED = 20260423
@@ -128,14 +129,12 @@ def _rule_noise(
 ) -> tuple[float, list[torch.Tensor]]:
     """Of probabilities: the rule on its own logits and on moved ones, against what the reference said, where the choice stayed."""
     prefix = key.removesuffix(".probs")
-    found, level = [], least
-    for logits in (said[f"{prefix}.logits"].float(), nudge(said[f"{prefix}.logits"]).float()):
-        routing = reference.family.route(logits, reference.dims, said.get(f"{prefix}.expert_bias"))
-        keep = (routing.chosen == said[f"{prefix}.topk"].float()).all(-1)
-        if bool(keep.any()):
-            level = max(level, measure(said[key][keep].float(), routing.probs[keep]).relative_rms)
-        found.append((routing.probs - said[key].float()).bfloat16().masked_fill(~keep[:, None], torch.nan))
-    return level, found
+    logits, bias = said[f"{prefix}.logits"], said.get(f"{prefix}.expert_bias")
+    moved = (logits.float(), nudge(logits).float())
+    level, deltas = rule_deltas(
+        lambda one: reference.family.route(one, reference.dims, bias), moved, said[key].float(), said[f"{prefix}.topk"].float()
+    )
+    return max(level, least), deltas
 
 
 def _is_choice(key: str) -> bool:

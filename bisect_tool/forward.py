@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from bisect_hooks.errors import BisectError, by_kind
-from bisect_hooks.family import Dimensions, Routing
+from bisect_hooks.family import Dimensions
 from bisect_hooks.site import Site, parse_site
 from bisect_hooks.tap import split_key
 
@@ -28,6 +28,7 @@ from bisect_tool.measure import Difference, measure
 from bisect_tool.noise import Extreme, weigh
 from bisect_tool.recording import Recording, in_order
 from bisect_tool.reference import BEHIND_ROUTING, base_grafts, probe_inputs
+from bisect_tool.routing import ByRule
 from bisect_tool.shapes import shape_of, token_errors
 from bisect_tool.shards import Place, Shard, shard_of
 
@@ -121,12 +122,12 @@ class Bench:
         said = self.run.record((self.recording.path, grafts))
         probes = self.run.probe(probe_inputs(self.recording, self.dims))
         result = Pass(replicas=said.replicas)
-        handed = handed_to(said, set(grafts), self.recording)
+        by_rule = ByRule(self.run.family, self.dims, handed_to(said, set(grafts), self.recording), self.recording)
         for key in expected_keys(self.recording, self.run.fused):
-            result.judged[key] = self._judge(key, said, handed, probes, result)
+            result.judged[key] = self._judge(key, said, by_rule, probes, result)
         return result
 
-    def _judge(self, key: str, said: Said, handed: Callable[[str], torch.Tensor], probes: Mapping[str, object], result: Pass) -> Judged:
+    def _judge(self, key: str, said: Said, by_rule: ByRule, probes: Mapping[str, object], result: Pass) -> Judged:
         site = parse_site(split_key(key)[0])
         tolerance = tolerance_of(self.recording, key)
         if word(site) in PROBED:
@@ -136,15 +137,16 @@ class Bench:
         candidate = said.tensors[key]
         try:
             own = word(site) in ("router.topk", "router.probs", "experts.dispatch")
-            reference = self._by_rule(site, key, handed) if own else self.recording[key]
+            reference = by_rule.value(site, key) if own else self.recording[key]
             if site.module == "lm_head" and candidate.shape[-1] > reference.shape[-1]:
                 candidate = candidate[..., : reference.shape[-1]]  # rows that only pad the vocabulary
             if word(site) == "router.topk":
-                ranked = self._route(f"layers.{site.layer}", handed).ranked
-                candidate = _without_ties(reference, candidate.float(), ranked)
+                candidate = _without_ties(reference, candidate.float(), by_rule.routing(f"layers.{site.layer}").ranked)
                 result.flips[key] = (self.recording[key].float() != said.tensors[key].float()).any(-1)
+            if word(site) == "router.probs":
+                tolerance = by_rule.tolerance(f"layers.{site.layer}", tolerance)
             if word(site) in BEHIND_ROUTING and self.dims.moe[site.layer or 0]:
-                tokens = self._routed_alike(f"layers.{site.layer}.router.topk", handed)
+                tokens = by_rule.chosen_alike(f"layers.{site.layer}.router.topk")
                 reference, candidate = reference[tokens], candidate[tokens]
                 tolerance = tolerance.of_rows(tokens)
             reference, candidate = reference.float(), candidate.float()
@@ -155,27 +157,6 @@ class Bench:
         if one.verdict is Verdict.DIFFERS:
             result.values[key] = (reference, candidate)
         return one
-
-    def _routed_alike(self, topk: str, handed: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """Tokens whose experts both sides chose alike: elsewhere their sums are of other experts.  All tokens where there is none."""
-        alike = (self.recording[topk].float() == handed(topk).float()).all(-1)
-        return (alike if bool(alike.any()) else ~alike).nonzero().flatten()
-
-    def _by_rule(self, site: Site, key: str, handed: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """What the reference's rule makes of the candidate's own upstream values: no threshold for a discrete choice."""
-        prefix = f"layers.{site.layer}"
-        if site.module == "router":
-            routing = self._route(prefix, handed)
-            return routing.chosen if site.part == "topk" else routing.probs
-        chosen = handed(f"{prefix}.router.topk").bool()
-        if key.endswith(":rows"):
-            return handed(f"{prefix}.pre_mlp_norm").repeat(1, int(chosen[0].sum()))
-        return handed(f"{prefix}.router.probs")[chosen].reshape(chosen.shape[0], -1)
-
-    def _route(self, prefix: str, handed: Callable[[str], torch.Tensor]) -> Routing:
-        """The reference's rule on the logits, and the expert bias where there is one, that the candidate itself has."""
-        bias = handed(f"{prefix}.router.expert_bias") if self.dims.expert_bias else None
-        return self.run.family.route(handed(f"{prefix}.router.logits"), self.dims, bias)
 
     def _judge_experts(self, key: str, probes: Mapping[str, object], tolerance: Tolerance, result: Pass) -> Judged:
         """Every expert by itself, so that one wrong expert among many is not averaged away; the worst speaks."""

@@ -138,6 +138,15 @@ class HuggingFaceDirectory:
         found = self.tensor(name)
         return found.read() if isinstance(found, Stored) else found.rows(0, found.shape[0])
 
+    def check_sizes(self, embedding: str, vocabulary: int, hidden: int) -> None:
+        """Raises UsageError where config.json says other sizes than the embedding, [vocabulary hidden], has: no model can be built of it."""
+        stored, said = self.stored.get(embedding), (vocabulary, hidden)
+        if stored is not None and tuple(stored.shape) != said:
+            raise UsageError(
+                f"{self.path}: config.json says vocab_size {vocabulary} and hidden_size {hidden}, but {embedding} is {list(stored.shape)}",
+                hint="config.json and the tensors are not of one model: take both from where the reference came from",
+            )
+
     @cached_property
     def fingerprint(self) -> str:
         """A digest of every tensor's name, shape, dtype and first row: tells weights from others, and reads next to nothing."""

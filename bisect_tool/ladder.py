@@ -184,7 +184,10 @@ class Job:
 
 def climb(job: Job) -> Report:
     """Every stage asked for, in order, until one finds a fault (all of them with `everything`)."""
-    job.family  # noqa: B018 - bad input is refused before any work
+    # bad input is refused before any work
+    rules = job.family.rules(job.dims, "native", job.reference.names, mtp=False)
+    embedding = next(name for rule in rules if rule.site.module == "embedding" for name in rule.references)
+    job.reference.check_sizes(embedding, job.dims.vocabulary, job.dims.hidden)
     if job.candidate_path is not None:
         job.candidate  # noqa: B018
         job.written_under  # noqa: B018 - refuses a layout that it can't have been written under

@@ -41,6 +41,11 @@ class Noise:
     def worst(self) -> tuple[float, float, float]:
         return self.row, self.column, self.scale
 
+    def at_least(self, other: Noise) -> Noise:
+        """The larger of two noises of one site, in everything."""
+        larger = (max(one, another) for one, another in zip(self.worst, other.worst, strict=True))
+        return Noise(self.rows.maximum(other.rows), self.columns.maximum(other.columns), *larger)
+
     def of_columns(self, index: torch.Tensor) -> Noise:
         return Noise(self.rows, self.columns[index], *self.worst)
 

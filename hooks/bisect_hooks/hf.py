@@ -17,6 +17,7 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from transformers.utils import logging as transformers_logging
 
 from bisect_hooks.errors import UsageError, by_kind, first_line
@@ -47,7 +48,9 @@ class Reference:
                 local_files_only=True,
             )
         except (OSError, ValueError, RuntimeError) as error:
-            raise UsageError(f"transformers can't load {path}: {first_line(error)}") from error
+            sizes = "ignore_mismatched_sizes" in str(error)
+            why = "the sizes in its config.json are not those of its tensors" if sizes else first_line(error)
+            raise UsageError(f"transformers can't load {path}: {why}") from error
         check_known(self.model, family, dims)
         look_up_when_called(self.model)
         self.model.to(device).eval().requires_grad_(False)
@@ -277,7 +280,7 @@ def _text_config(path: Path) -> Any:
     """The text model's config also where config.json wraps it: loading a text checkpoint with the outer class is a trap."""
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, StrictDataclassError) as error:
         raise UsageError(f"transformers can't read {path / 'config.json'}: {first_line(error)}") from error
     return config.get_text_config()
 

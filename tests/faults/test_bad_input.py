@@ -92,6 +92,11 @@ DAMAGE: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     "no common.pt": (lambda _, candidate: (candidate / "release/common.pt").unlink(), "keeps no args"),
     "an args value that is missing": (lambda _, candidate: set_args(candidate, num_layers=None), "say no num_layers (--num-layers)"),
     "an args value that is no number": (lambda _, candidate: set_args(candidate, hidden_size="wide"), "--hidden-size 'wide'"),
+    "a hidden size of another model": (
+        lambda reference, _: set_config(reference, hidden_size=104),
+        "says vocab_size 500 and hidden_size 104, but model.embed_tokens.weight is [500, 96]",
+    ),
+    "a vocabulary of another model": (lambda reference, _: set_config(reference, vocab_size=512), "says vocab_size 512 and hidden_size 96"),
     "no tokenizer": (lambda reference, _: no_tokenizer(reference), "has no tokenizer"),
     "an unknown family": (lambda reference, _: set_config(reference, model_type="gpt5"), "known: "),
     "no config.json": (lambda reference, _: (reference / "config.json").unlink(), "has no config.json"),
