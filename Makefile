@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test unit drill check lint types golden train gate bench real real-package calibrate scoreboard scoreboard-rivals scoreboard-short versions bench-audit drill-397b case-397b drill-kill clean
+.PHONY: help install run test unit wide drill check lint types golden train gate bench real real-package calibrate scoreboard scoreboard-rivals scoreboard-short versions bench-audit drill-397b case-397b drill-kill clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -28,8 +28,11 @@ test: install  ## all tests but the wide drill (under 10 minutes on 2 cores)
 unit: install  ## tests that start no ranks
 	$(BIN)/python -m pytest -m "not ranks"
 
-drill: install  ## planted faults in every layout and every family, and nothing else; writes docs/drill.md
-	$(BIN)/python -m pytest -m "ranks or wide" -n 2 --dist loadgroup --drill-table docs/drill.md
+wide: install  ## what `make test` leaves out, but for the drill: more faults in more families and layouts (about 10 minutes)
+	$(BIN)/python -m pytest -m wide -n 2 --dist loadgroup --ignore tests/faults/test_matrix.py
+
+drill: install  ## every fault x parallel layout x checkpoint layout x dtype, the whole verdict of each: docs/drill.md (about 2 hours)
+	$(BIN)/python -m pytest -m wide -n 2 --dist loadgroup --drill-table docs/drill.md tests/faults/test_matrix.py
 
 versions: install  ## other transformers and megatron-core, each in a venv under .versions/: docs/versions.md (needs python3.12; 4 GB, half an hour)
 	$(BIN)/python tests/versions.py

@@ -9,8 +9,7 @@ re-evaluations are made, each layer given the same inputs as the first time:
     half an ulp     every weight and every grafted input moved by up to half a unit in its last place (seeded)
 
 The floor of a site is the largest relative rms of the four, and at least half a unit in the last place; the allowance is MARGIN
-times the floor.  Rows (tokens) and columns (channels) have allowances of their own (`noise.py`).  The margin covers that the
-candidate adds its own order of sums to ours; `make bench` prints how much of it clean runs use.
+times the floor.  Rows (tokens) and columns (channels) have allowances of their own (`noise.py`, which says where the margin is from).
 
 A choice has no noise.  What lies behind one (the routed experts' sum, the layer's output) is compared on tokens whose experts
 were chosen alike; probabilities by the rule on logits moved by half a unit in the last place.

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
 from bisect_tool.measure import measure
-from bisect_tool.noise import Noise, estimate, weigh
+from bisect_tool.noise import MARGIN, Noise, estimate, weigh
 
 EPS = 2.0**-9
 TOKENS, CHANNELS, LOUD = 63, 96, 17
@@ -145,3 +148,8 @@ def test_noise_by_blocks_of_rows_is_the_noise_of_all(monkeypatch: pytest.MonkeyP
     again_measured = measure(values, candidate)
     assert again_measured.relative_rms == pytest.approx(size.relative_rms)
     assert (again_measured.index, again_measured.largest, again_measured.compared) == (size.index, size.largest, size.compared)
+
+
+def test_the_margin_is_twice_what_the_furthest_clean_run_went_to() -> None:
+    page = json.loads((Path(__file__).parents[1] / "golden/calibration.json").read_text())
+    assert math.ceil(2 * max(page["largest"].values())) == MARGIN == page["allowed"]

@@ -95,6 +95,15 @@ FORWARD_ONLY = [
             "other-layer", "run", LAYER_SLIME, pp=[1],
         ),),
     ),
+    # where no rank is at fault by itself; logits that drifted are routed by the rule, and no router is
+    Case(
+        "L01-slime", "slime", "pp2", ("L01",), "one", FORWARD,
+        (fault(
+            "conversion", [4, 5, 6, 7], None,
+            ["qkv", "q_norm", "k_norm", "out_proj", "in_proj", "conv1d", "dt_bias", "gated_norm", "logits", "fc1", "fc2"],
+            "other-layer", "run", LAYER_SLIME,
+        ),),
+    ),
     Case(
         "L01-run-native-pp2", "native", "pp2", ("L01-run",), "pp2", (*FORWARD, "--candidate-patch", "patch.py"),
         (fault(
@@ -144,7 +153,7 @@ def both(layout: str, under: str) -> Case:
 UNDER = ("one", "tp2sp", "pp2", "ep4", "tp2ep2")
 BOTH = [both(layout, under) for layout in ("slime", "native") for under in UNDER]
 CLEAN = [Case(f"clean-{layout}-{under}", layout, under, (), under, (), ()) for layout in ("slime", "native") for under in UNDER]
-# each in one checkpoint layout, and in the other by `make drill`
+# each in one checkpoint layout, and in the other by `make wide`
 MORE = {"tp4": "slime", "pp3+5": "slime", "vpp2": "native", "tp2pp2": "slime", "etp2": "native"}
 CLEAN += [Case(f"clean-{layout}-{under}", layout, under, (), under, (), ()) for under, layout in MORE.items()]
 OTHER = {"slime": "native", "native": "slime"}

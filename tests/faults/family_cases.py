@@ -1,7 +1,7 @@
 """The drill over every family: what each of its tiny models can carry, and the whole verdict that has to come out.
 
 A case is put together from what a family has (`Traits`), so that a new family needs one line.  CI runs a covering set of them
-(`COVERING`); `make drill` runs all.
+(`COVERING`); `make wide` runs all.
 """
 
 from __future__ import annotations

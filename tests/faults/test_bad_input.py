@@ -59,6 +59,10 @@ def set_config(reference: Path, **values: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
+def set_text_config(reference: Path, **values: Any) -> None:
+    set_config(reference, text_config=json.loads((reference / "config.json").read_text())["text_config"] | values)
+
+
 def empty(directory: Path) -> Path:
     shutil.rmtree(directory)
     directory.mkdir()
@@ -93,10 +97,13 @@ DAMAGE: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     "an args value that is missing": (lambda _, candidate: set_args(candidate, num_layers=None), "say no num_layers (--num-layers)"),
     "an args value that is no number": (lambda _, candidate: set_args(candidate, hidden_size="wide"), "--hidden-size 'wide'"),
     "a hidden size of another model": (
-        lambda reference, _: set_config(reference, hidden_size=104),
+        lambda reference, _: set_text_config(reference, hidden_size=104),
         "says vocab_size 500 and hidden_size 104, but model.embed_tokens.weight is [500, 96]",
     ),
-    "a vocabulary of another model": (lambda reference, _: set_config(reference, vocab_size=512), "says vocab_size 512 and hidden_size 96"),
+    "a vocabulary of another model": (
+        lambda reference, _: set_text_config(reference, vocab_size=512),
+        "says vocab_size 512 and hidden_size 96",
+    ),
     "no tokenizer": (lambda reference, _: no_tokenizer(reference), "has no tokenizer"),
     "an unknown family": (lambda reference, _: set_config(reference, model_type="gpt5"), "known: "),
     "no config.json": (lambda reference, _: (reference / "config.json").unlink(), "has no config.json"),

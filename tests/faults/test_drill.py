@@ -35,7 +35,9 @@ def test_each_fault_is_found_in_its_home_layout(case: Case, workshop: Workshop, 
     check(case, workshop, tmp_path)
 
 
-@pytest.mark.parametrize("case", covering(FORWARD_ONLY, "A03-slime", "ep4", "tp2", "L01-run-native-pp2"), ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    "case", covering(FORWARD_ONLY, "A03-slime", "L01-slime", "ep4", "tp2", "L01-run-native-pp2"), ids=lambda case: case.id
+)
 def test_each_fault_is_located_by_activations_alone(case: Case, workshop: Workshop, tmp_path: Path) -> None:
     check(case, workshop, tmp_path)
 
