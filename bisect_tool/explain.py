@@ -23,6 +23,8 @@ def explanation(fault: Fault) -> tuple[str, str]:
     if first.relation is None:
         return _drift(fault)
     said, do = SENTENCES[first.relation.kind](first.relation.detail, first)
+    if first.relation.kind == "other-tensor" and _exchanged(fault):
+        said = "exchanged: each holds what belongs in another of them"
     if first.relation.kind == "unknown" and not first.relation.rule and first.tolerance is not None and first.shard.of == "run":
         return _drift(fault)
     reference, candidate = first.between
@@ -43,6 +45,13 @@ def where(fault: Fault) -> str:
     parts = f" ({', '.join(fault.parts)})" if fault.parts and not fault.whole_layer and len(fault.modules) == 1 else ""
     joined = f" {shard}" if shard.startswith("(") else f", {shard}" if first.shard.of == "unknown" else f" on {shard}"
     return f"{cls}{at}: {names}{parts}{joined}"
+
+
+def _exchanged(fault: Fault) -> bool:
+    """Do the tensors of a layer hold each other's values, and no others?"""
+    layer = [finding for finding in fault.findings if finding.site.layer == fault.first.site.layer]
+    held = {finding.relation.detail["name"] for finding in layer if finding.relation is not None}
+    return len(held) == len(layer) > 1 and held == {name for finding in layer for name in finding.tensors[1]}
 
 
 def _drift(fault: Fault) -> tuple[str, str]:

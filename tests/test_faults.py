@@ -13,6 +13,7 @@ from bisect_hooks.parallel import Coordinates, Parallel
 from bisect_hooks.site import parse_site
 from bisect_hooks.table import Cut
 
+from bisect_tool.explain import explanation
 from bisect_tool.faults import Fault, Finding, Proof, Relation, group, number, span, without_layer
 from bisect_tool.judge import EXACT
 from bisect_tool.measure import measure
@@ -102,6 +103,18 @@ def test_an_exchange_of_two_modules_is_one_fault_that_lists_both() -> None:
     (page,) = grouped(*exchange)
     assert (page["module"], page["modules"], page["part"]) == ("router", ["router", "shared_expert"], None)
     assert page["site"] == "layers.3.router.logits"
+
+
+def test_an_exchange_is_told_as_one_and_a_copy_is_not() -> None:
+    norms = ("layers.0.input_norm", "layers.0.pre_mlp_norm")
+
+    def told(names: dict[str, str]) -> str:
+        found = [finding(one, Relation("other-tensor", {"name": f"candidate {other}"}, rule="pair")) for one, other in names.items()]
+        return explanation(group(found, modules_of)[0])[0]
+
+    assert "each holds what belongs in another of them" in told(dict(zip(norms, norms[::-1], strict=True)))
+    assert "it holds what belongs in candidate layers.0.pre_mlp_norm" in told({norms[0]: norms[1]})
+    assert "it holds what belongs in candidate final_norm" in told(dict.fromkeys(norms, "final_norm"))
 
 
 def test_faults_come_in_compute_order_and_not_by_size() -> None:
