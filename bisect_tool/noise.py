@@ -9,8 +9,8 @@ A difference that goes with the value itself, as when a whole tensor is scaled, 
 on the reference.  Of independent noise the projection is 1 in size.  Noise of weights is the same for every token, and that of an
 expert's rounded weight for every channel: then it is up to the root of their number, and that is the least allowance, times MARGIN.
 
-MARGIN covers that the candidate adds its own order of sums to the reference's: it is twice what the furthest of the clean runs in
-golden/calibration.json went to, rounded up, and a test holds it to that.
+MARGIN covers what the candidate adds of its own (another order of sums, and in bf16 other places where it rounds): it is the next
+power of two above what the furthest of the clean runs in golden/calibration.json went to, and a test holds it to that.
 """
 
 from __future__ import annotations

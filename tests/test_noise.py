@@ -150,6 +150,7 @@ def test_noise_by_blocks_of_rows_is_the_noise_of_all(monkeypatch: pytest.MonkeyP
     assert (again_measured.index, again_measured.largest, again_measured.compared) == (size.index, size.largest, size.compared)
 
 
-def test_the_margin_is_twice_what_the_furthest_clean_run_went_to() -> None:
+def test_the_margin_is_the_next_power_of_two_above_the_furthest_clean_run() -> None:
     page = json.loads((Path(__file__).parents[1] / "golden/calibration.json").read_text())
-    assert math.ceil(2 * max(page["largest"].values())) == MARGIN == page["allowed"]
+    assert 2 ** math.ceil(math.log2(max(page["largest"].values()))) == MARGIN == page["allowed"]
+    assert not page["clean"]["alarms"]
