@@ -11,7 +11,23 @@ from typing import Any
 
 import pytest
 import torch
-from engine_room import END, MODEL, PROMPTS, Engine, Fault, Row, judged, lines, noisy, rewritten, said, slime_dump, train_dump, verdict
+from engine_room import (
+    END,
+    MODEL,
+    PROMPTS,
+    Engine,
+    Fault,
+    Row,
+    experts_mod,
+    judged,
+    lines,
+    noisy,
+    rewritten,
+    said,
+    slime_dump,
+    train_dump,
+    verdict,
+)
 
 pytestmark = pytest.mark.wide
 
@@ -77,6 +93,15 @@ def test_a_temperature_of_one_engine_is_said_to_be_that_engines(engine: Engine, 
     assert (code, verdict(page)) == (1, config_fault("scale"))
     assert page["first"]["relation"]["detail"]["engines"] == ["1"]
     assert "only on engine 1" in page["first"]["explanation"]
+
+
+def test_one_wrong_response_is_counted_as_one(engine: Engine, rows: list[Row], tmp_path: Path) -> None:
+    bad = engine.generate(fault=rewritten(experts_mod(4)))
+    made = [bad[3] if i == 3 else row for i, row in enumerate(rows)]
+    code, page = judged(tmp_path / "out", "--rollout", lines(tmp_path / "0.jsonl", made))
+    expected = {"class": "rollout", "between": ["reference", "engine"], "layers": [], "module": None, "parts": [], "relation": "unknown"}
+    assert (code, verdict(page)) == (1, [expected])
+    assert "1 of 8 responses is " in page["first"]["explanation"] and "tells it from the others" in page["first"]["explanation"]
 
 
 @pytest.mark.parametrize("seed", range(3))
