@@ -92,9 +92,7 @@ class Comparison:
             result.faults = _faults(self._findings(found), self._module_names(found))
         result.skipped += sorted(found.skipped.items())
         result.notes += self._notes(found)
-        result.notes += [f"not compared: {key}: {why}" for key, why in list(found.missing.items())[:8]]
-        if len(found.missing) > 8:
-            result.notes.append(f"not compared: {len(found.missing) - 8} more")
+        result.notes += found.lacking()
         gap = found.missing or not compared
         result.verdict = Verdict.DIFFERS if result.faults else Verdict.INCOMPARABLE if gap else Verdict.AGREES
         return found
@@ -130,7 +128,7 @@ class Comparison:
             rows = rows & ~_any_of(rows, [other for other in found.garbage if site_name(other) in before], found.garbage)
             if key in found.strange and not self._not_made_there(site, rows, before, found):
                 continue
-            behind = [other for other in found.judged if name in self.run.sources(parse_site(site_name(other)), found)]
+            behind = [other for other in found.judged if name in self.run.sources(parse_site(split_key(other)[0]), found)]
             if not bool(rows.any()) or any(self._wrong(other, rows) for other in behind):
                 continue
             if not behind and bool(rows.all()):

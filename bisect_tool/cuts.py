@@ -63,9 +63,13 @@ def token_cut(come: Provenance) -> TokenCut | None:
 
 def feature_axes(layout: str) -> tuple[str, ...]:
     """The axes that a layout cuts features over, outermost first."""
-    leaves = [leaf for item in parse_layout(layout).items for leaf in _leaves(item)]
-    axes = [leaf.axis for leaf in leaves if leaf.axis and (isinstance(leaf, Sections) or leaf.name not in ("b", "s"))]
+    axes = [axis for item in parse_layout(layout).items for axis in _feature_axes(item)]
     return tuple(axes[0].split(",")) if axes else ()
+
+
+def _feature_axes(item: Dim | Sections | Flat) -> list[str]:
+    own = [item.axis] if item.axis and not (isinstance(item, Dim) and item.name in ("b", "s")) else []
+    return own + [axis for inner in (item.items if isinstance(item, Flat) else ()) for axis in _feature_axes(inner)]
 
 
 def sequence_axes(layout: str) -> tuple[str, ...]:

@@ -238,6 +238,17 @@ def span(numbers: Sequence[int]) -> str:
     return " and ".join(filter(None, [", ".join(map(str, numbers[:-1])), str(numbers[-1])])) if numbers else "none"
 
 
+def counted(number: int, noun: str, *, of: int | None = None) -> str:
+    """ "1 token", "3 tokens", "1 of 3 tokens"."""
+    whole = number if of is None else of
+    return f"{number}{'' if of is None else f' of {of}'} {noun}{'' if whole == 1 else 's'}"
+
+
+def verb(number: int, one: str, many: str) -> str:
+    """What so many of something do."""
+    return one if number == 1 else many
+
+
 def without_layer(name: str) -> str:
     """A tensor name with its layer number taken out: what two tensors of one kind share."""
     return re.sub(r"layers\.\d+\.", "layers.*.", name)

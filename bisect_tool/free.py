@@ -9,23 +9,23 @@ reference's own noise does.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 
 import torch
 from bisect_hooks.errors import BisectError
-from bisect_hooks.shard_file import FUSED
 from bisect_hooks.site import Site, parse_site
 from bisect_hooks.tap import split_key
 
+from bisect_tool.faults import span
 from bisect_tool.floor import tolerance_of
 from bisect_tool.flow import UPSTREAM, site_name, word
 from bisect_tool.forward import PROBED, Judged
 from bisect_tool.judge import Tolerance, Verdict, judge
 from bisect_tool.measure import measure
 from bisect_tool.noise import MARGIN
-from bisect_tool.recording import Recording, in_order
+from bisect_tool.recording import UNHEARD, Recording, in_order, kind_of
 from bisect_tool.shapes import token_errors
 
 # structured drift is not noise and may grow faster: only far faster growth is a drift of its own
@@ -73,6 +73,17 @@ class Free:
 
     def _differing(self) -> Iterator[str]:
         yield from (name for name, level in self.level.items() if level > 1)
+
+    def lacking(self) -> list[str]:
+        """What was expected and not compared, a line for each kind of site and reason."""
+        alike: dict[tuple[str, str], list[str]] = {}
+        for key, why in self.missing.items():
+            alike.setdefault((kind_of(key), why), []).append(key)
+        lines = []
+        for (kind, why), keys in alike.items():
+            what = keys[0] if len(keys) == 1 else f"{kind} of layers {span(sorted(int(key.split('.')[1]) for key in keys))}"
+            lines.append(f"not compared: {what}: {why}")
+        return lines
 
     def worst_key(self, site: Site) -> Judged:
         keys = [one for key, one in self.judged.items() if site_name(key) == str(site) and one.verdict is Verdict.DIFFERS]
@@ -135,51 +146,53 @@ class FreeRun:
             found.level[name] = max(found.level.get(name, 0.0), level)
             if one.verdict is Verdict.INCOMPARABLE:
                 found.missing[key] = one.why or "not finite on either side"
+        found.missing |= self._unseen(found)
         found.level = {str(site): found.level[str(site)] for site in sorted(map(parse_site, found.level))}
         found.made = self._made(found)
         return found
 
     def _expected(self, found: Free) -> list[str]:
-        """Keys that both sides have; what one lacks goes to `missing` or `skipped`."""
+        """Keys that both sides have; what one lacks, or says that it lost, goes to `missing` or `skipped`."""
         reference, candidate = set(self.reference.keys), set(self.candidate.keys)
-        imported = bool(self.reference.provenance.imported or self.candidate.provenance.imported)
-        held = {_kind(key) for key in candidate}
-        absent = dict(self.candidate.provenance.absent)
-        for key in reference - candidate:
-            if key.endswith(HELPERS):
+        both = reference & candidate
+        told = self._absent(both, found)
+        for key in reference ^ candidate:
+            if key.endswith(HELPERS) or _probed(key) or {key, split_key(key)[0]} & told:
                 continue
-            why = next((why for name, why in absent.items() if name in (key, split_key(key)[0])), "")
-            if _probed(key):
-                continue
-            if why == FUSED or key.endswith(".input"):
-                found.skipped[_kind(key)] = why or "the output of the layer before it"
-            elif imported and not why and _kind(key) not in held:
-                found.skipped[_kind(key)] = "the imported dump has no such site in any layer"
+            if key in candidate:
+                found.skipped.setdefault(kind_of(key), "the reference's recording has no such site")
+            elif key.endswith(".input"):
+                found.skipped[kind_of(key)] = "the output of the layer before it"
             else:
-                found.missing[key] = why or "the candidate's recording has no such site"
-        found.missing |= {name: why for name, why in absent.items() if name.startswith("rank ")}
-        dropped = self._dropped(reference & candidate)
-        found.missing |= dropped
-        for key in candidate - reference:
-            if not key.endswith(HELPERS) and split_key(key)[0] not in dropped:
-                found.skipped.setdefault(_kind(key), "the reference's recording has no such site")
+                found.missing[key] = "the candidate's recording has no such site"
         if any(map(_probed, reference)):
             found.skipped["experts, one by one"] = "they are probed on the same rows, which two recordings can't be; their sum is compared"
-        both = [key for key in in_order(reference & candidate) if not key.endswith(HELPERS) and not _probed(key)]
-        found.missing |= {key: why for key in both if (why := self._misfit(key))}
-        return [key for key in both if key not in found.missing]
+        keys = [key for key in in_order(both) if not key.endswith(HELPERS) and not _probed(key)]
+        found.missing |= {key: why for key in keys if (why := self._misfit(key))}
+        return [key for key in keys if key not in found.missing]
 
-    def _dropped(self, both: set[str]) -> dict[str, str]:
-        """What an import says that it lost, on either side: expected by the family's table, whatever the other side has."""
-        sides = {"reference": self.reference.provenance, "candidate": self.candidate.provenance}
-        held = both | {split_key(key)[0] for key in both}
-        return {
-            name: f"the {side}'s recording lacks it: {why}"
-            for side, come in sides.items()
-            if come.imported
-            for name, why in come.absent.items()
-            if name not in held and not name.startswith("rank ")
-        }
+    def _absent(self, both: Collection[str], found: Free) -> set[str]:
+        """What either side says that it has not, whatever the other side has: expected, but for what it can't have."""
+        held, told = {*both, *(split_key(key)[0] for key in both)}, set()
+        for side, recording in (("reference", self.reference), ("candidate", self.candidate)):
+            for name, why in recording.provenance.absent.items():
+                if name in held or name.endswith((*HELPERS, ".input")):
+                    continue
+                told.add(name)
+                if why in UNHEARD:
+                    found.skipped[kind_of(name)] = why
+                else:
+                    found.missing[name] = f"the {side}'s recording lacks it: {why}"
+        return told
+
+    def _unseen(self, found: Free) -> dict[str, str]:
+        """Layers of which nothing was compared: that what lies behind them agrees does not show that they do."""
+        named = {split_key(key)[0] for one in (self.reference, self.candidate) for key in one.keys} | found.missing.keys()
+        layers = [int(name.split(".")[1]) for name in named if name.startswith("layers.")]
+        seen = {name.split(".")[1] for name in (*found.level, *found.missing) if name.startswith("layers.")}
+        unseen = [n for n in range(1 + max(layers, default=-1)) if str(n) not in seen]
+        why = "nothing of it is in both recordings"
+        return {f"layers.{n}.output": why for n in unseen} if layers else {"layers": why}
 
     def _misfit(self, key: str) -> str:
         """Why two tensors can't be those of one site, or ""."""
@@ -256,9 +269,13 @@ class FreeRun:
                 seen.add(str(one))
                 if str(one) in found.level:
                     sources.add(str(one))
-                else:
+                if str(one) not in found.level or self._gate_rows_alone(one, found):
                     todo.append(one)
         return sources
+
+    def _gate_rows_alone(self, site: Site, found: Free) -> bool:
+        """Whether all that was compared of a gate is what it is made of: rows of the projection, which know nothing of the core it closes."""
+        return site.module == "attention_gate" and str(site) not in found.judged
 
     def passed_over(self, site: Site, found: Free) -> bool:
         """Whether whole layers lie between a site and what was compared before it."""
@@ -317,11 +334,6 @@ def unlike(reference: torch.Tensor, candidate: torch.Tensor) -> torch.Tensor:
 def depth(name: str) -> int:
     """Steps from a layer's input to a site of it."""
     return max((1 + depth(one) for one in EDGES.get(name, ()) if not one.endswith(".")), default=0)
-
-
-def _kind(key: str) -> str:
-    """A key without its layer."""
-    return ".".join(key.split(".")[2:]) if key.startswith("layers.") else key
 
 
 def _probed(key: str) -> bool:

@@ -23,6 +23,7 @@ from bisect_hooks.shard_file import Part, ShardPage, write_shard
 from bisect_tool.foreign import msprobe, sglang, slime, torch_dict
 from bisect_tool.foreign.dump import Dump, RankDump
 from bisect_tool.foreign.names import Names, Piece
+from bisect_tool.recording import NOWHERE, kind_of
 from bisect_tool.unshard import unshard
 
 READERS: dict[str, Callable[[Path], Dump]] = {
@@ -68,13 +69,16 @@ def import_dump(
         if renaming.misfit:
             shown = "; ".join(renaming.misfit[:SHOWN]) + (f"; {len(renaming.misfit) - SHOWN} more" if len(renaming.misfit) > SHOWN else "")
             raise UsageError(f"{path}: {shown}", hint="is --reference the directory of that model?")
-        dropped = renaming.names.dropped(renaming.unknown, renaming.known)
-        recording = unshard(ranks, out, imported=form, decoded=() if dump.decoded is None else (dump.decoded,), dropped=dropped)
+        absent = renaming.names.absent(renaming.known, renaming.unknown)
+        recording = unshard(ranks, out, imported=form, decoded=() if dump.decoded is None else (dump.decoded,), absent=absent)
     lines = [f"wrote {out}: {len(recording.keys)} tensors, {recording.batch.tokens} tokens of {len(recording.provenance.rows)} sequences"]
     lines += [f"note: {note}" for note in (*dump.notes, *renaming.notes)]
-    lines += [f"absent: {key}: {why}" for key, why in list(recording.provenance.absent.items())[:SHOWN]]
-    if len(recording.provenance.absent) > SHOWN:
-        lines.append(f"absent: {len(recording.provenance.absent) - SHOWN} more")
+    lost = {key: why for key, why in recording.provenance.absent.items() if why != NOWHERE}
+    lines += [f"absent: {key}: {why}" for key, why in list(lost.items())[:SHOWN]]
+    if len(lost) > SHOWN:
+        lines.append(f"absent: {len(lost) - SHOWN} more")
+    nowhere = dict.fromkeys(kind_of(key) for key in recording.provenance.absent if key not in lost)
+    lines += [f"nowhere in it: {', '.join(nowhere)}"] if nowhere else []
     lines += [f"left out: {name}: {why}" for name, why in list(renaming.unfit.items())[:SHOWN]]
     lines += [f"not known: {name}; nearest: {', '.join(renaming.names.nearest(name)) or 'none'}" for name in list(renaming.unknown)[:SHOWN]]
     if len(renaming.unknown) > SHOWN:

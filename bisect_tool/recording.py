@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from bisect_hooks.errors import UsageError, first_line
+from bisect_hooks.shard_file import FUSED
 from bisect_hooks.site import parse_site
 from bisect_hooks.tap import split_key
 from safetensors import SafetensorError, safe_open
@@ -27,6 +28,9 @@ from bisect_tool.prompts import Batch
 SCHEMA = "bisect-tool/recording/1"
 PAGE = "recording.json"
 NOISE = "noise.safetensors"
+# why a key is absent that its side can't have: such are not expected
+NOWHERE = "the imported dump has no such site in any layer"
+UNHEARD = (FUSED, NOWHERE)
 
 
 @dataclass(frozen=True)
@@ -201,6 +205,11 @@ def group_of(key: str) -> str:
     """The file a key lives in: one a layer, one for what is outside the layers."""
     site = parse_site(split_key(key)[0])
     return f"layers.{site.layer:03d}" if site.in_layer else "outside"
+
+
+def kind_of(key: str) -> str:
+    """A key without its layer."""
+    return ".".join(key.split(".")[2:]) if key.startswith("layers.") else key
 
 
 def by_group(keys: Iterable[str]) -> dict[str, list[str]]:

@@ -34,17 +34,17 @@ def opened(path: Path) -> Iterator[Recording]:
 
 
 def unshard(
-    directory: Path, out: Path, imported: str = "", decoded: tuple[int, ...] = (), dropped: Mapping[str, str] | None = None
+    directory: Path, out: Path, imported: str = "", decoded: tuple[int, ...] = (), absent: Mapping[str, str] | None = None
 ) -> Recording:
     """Writes the Recording of all ranks' shards in `directory`.  Raises UsageError for pages that don't belong together.
 
     imported  the foreign format that the shards were made of · decoded  where decode begins in each row
-    dropped   sites that were expected of the shards and are in none, and why
+    absent    keys that were expected of the shards and are in none, and why
     """
     pages = read_pages(directory)
     if not pages:
         raise UsageError(f"{directory} holds no ranks' shards (rank00000.json)")
-    absent = {site: why for page in pages for site, why in page.absent.items()} | dict(dropped or {})
+    absent = {site: why for page in pages for site, why in page.absent.items()} | dict(absent or {})
     lost = sorted(set(range(pages[0].world)) - {page.rank for page in pages})
     if lost:
         absent[f"rank {lost[0]}"] = f"{len(lost)} of {pages[0].world} ranks left no page"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from written import Errors, Said, Written
 from bisect_tool import golden
 from bisect_tool.comparing import compare
 from bisect_tool.importing import import_dump
-from bisect_tool.recording import Recording
+from bisect_tool.recording import Provenance, Recording, writing
 
 GOLDEN = Recording(golden.folder() / "recording")
 ROWS = GOLDEN.provenance.rows
@@ -109,7 +110,9 @@ def test_a_site_that_a_dump_has_of_some_layers_only_is_a_gap(said: Said, written
     imported("slime", foreign_dumps.slime(tmp_path / "dump", said, ROWS, written.dims, held=(3,)), tmp_path / "out", parallel=Parallel())
     page = judged(tmp_path / "out")
     assert page["verdict"] == "incomparable"
-    assert "not compared: layers.7.attention.core: the candidate's recording has no such site" in page["stages"][3]["notes"]
+    assert (
+        "not compared: layers.7.attention.core: the candidate's recording lacks it: the dump has none of it" in page["stages"][3]["notes"]
+    )
 
 
 def test_layer_outputs_alone_place_a_drift_by_layer(written: Written, tmp_path: Path) -> None:
@@ -201,3 +204,100 @@ def test_our_own_names_need_no_map_and_another_width_is_refused(tmp_path: Path) 
     torch.save({"input_ids": ids} | layers | {"layers.3.output": torch.randn(1, ids.shape[1], 50)}, tmp_path / "other.pt")
     with pytest.raises(UsageError, match=r"50 wide, and config\.json has a hidden size of 96"):
         imported("torch", tmp_path / "other.pt", tmp_path / "refused")
+
+
+def torch_dump(path: Path, said: Said, *keys: str, **more: torch.Tensor) -> Path:
+    """A dict of tensors under our own names, and under names of its own."""
+    lengths = torch.tensor([len(row) for row in ROWS])
+    torch.save({"input_ids": torch.tensor(sum(ROWS, ())), "seq_lens": lengths} | {key: said[key] for key in keys} | more, path)
+    return path
+
+
+OUTPUTS = tuple(f"layers.{n}.output" for n in range(8))
+ENDS = ("embedding", "lm_head")
+
+
+def gaps(page: dict[str, Any]) -> list[str]:
+    """What the report lists as not compared.  Nothing but a gap is in it."""
+    assert (page["verdict"], page["faults"], page["minor"]) == ("incomparable", [], [])
+    return [note for note in page["stages"][3]["notes"] if note.startswith("not compared: ")]
+
+
+def test_two_dumps_without_the_layers_between_do_not_agree(said: Said, tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        imported("torch", torch_dump(tmp_path / f"{name}.pt", said, *ENDS), tmp_path / name)
+    page = compare(tmp_path / "one", tmp_path / "other").to_json()
+    why = "the candidate's recording lacks it: the dump has none of it"
+    assert gaps(page) == [f"not compared: output of layers 0 to 7: {why}"]
+    assert {"what": "router.logits", "why": "the imported dump has no such site in any layer"} in page["stages"][3]["skipped"]
+    assert gaps(judged(tmp_path / "other")) == gaps(page)
+
+
+@pytest.mark.parametrize(("held", "said_of_it"), [(ENDS, ["layers"]), ((*ENDS, *OUTPUTS[4:]), ["output of layers 0 to 3"])])
+def test_layers_that_no_recording_names_are_missed_all_the_same(
+    held: tuple[str, ...], said_of_it: list[str], said: Said, tmp_path: Path
+) -> None:
+    """Recordings that another program wrote say nothing of what they lack."""
+    for name in ("one", "other"):
+        with writing(tmp_path / name) as writer:
+            writer.add("outside", {key: said[key] for key in held})
+            writer.close(Provenance("candidate", "qwen3.5-moe", "", "float32", ROWS))
+    page = compare(tmp_path / "one", tmp_path / "other").to_json()
+    assert gaps(page) == [f"not compared: {what}: nothing of it is in both recordings" for what in said_of_it]
+
+
+def test_a_drift_behind_layers_that_were_not_compared_may_be_made_in_any_of_them(said: Said, tmp_path: Path) -> None:
+    imported("torch", torch_dump(tmp_path / "dump.pt", said, "embedding", lm_head=said["lm_head"] * 1.01), tmp_path / "out")
+    page = judged(tmp_path / "out")
+    assert (page["verdict"], len(page["faults"]), page["first"]["site"]) == ("differs", 1, "lm_head")
+    assert "Nothing of the layers between was there to compare: it may be made in any of them." in page["first"]["explanation"]
+
+
+def test_a_name_that_is_not_known_leaves_its_site_absent_and_is_no_agreement(said: Said, tmp_path: Path) -> None:
+    dump = torch_dump(tmp_path / "dump.pt", said, *OUTPUTS[:2], *OUTPUTS[3:], **{"layers.2.result": said["layers.2.output"]})
+    found, text = imported("torch", dump, tmp_path / "out")
+    why = "the dump has none of it, and 1 of its names is not known (first layers.2.result)"
+    assert found.provenance.absent["layers.2.output"] == why
+    assert f"absent: layers.2.output: {why}\n" in text and "not known: layers.2.result; nearest: layers.*.input, layers.*.output" in text
+    assert gaps(judged(tmp_path / "out")) == [f"not compared: layers.2.output: the candidate's recording lacks it: {why}"]
+
+
+def test_a_site_of_another_width_is_not_compared(said: Said, tmp_path: Path) -> None:
+    narrow = {"layers.5.router.logits": said["layers.5.router.logits"][:, :8]}
+    others = [f"layers.{n}.router.logits" for n in range(8) if n != 5]
+    imported("torch", torch_dump(tmp_path / "dump.pt", said, *OUTPUTS, *others, **narrow), tmp_path / "out")
+    what = "layers.5.router.logits: it is 16 wide in the reference's recording, 8 in the candidate's"
+    assert gaps(judged(tmp_path / "out")) == [f"not compared: {what}"]
+
+
+def test_a_model_with_another_hidden_size_is_not_compared_at_any_layer(said: Said, tmp_path: Path) -> None:
+    """Both dumps fit their own config.json, and not each other."""
+    config = json.loads((golden.reference() / "config.json").read_text())
+    config.get("text_config", config)["hidden_size"] = 48
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    dump = torch_dump(tmp_path / "dump.pt", said, **{key: said[key][:, :48] for key in ("embedding", *OUTPUTS)})
+    import_dump("torch", dump, tmp_path / "out", tmp_path)
+    why = "it is 96 wide in the reference's recording, 48 in the candidate's"
+    assert gaps(judged(tmp_path / "out")) == [f"not compared: embedding: {why}", f"not compared: output of layers 0 to 7: {why}"]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "near"),
+    [
+        ("blocks.*.out", "layers.*.outptu", r"nearest: layers\.\*\.output"),
+        ("blocks.9.out", "layers.9.output", r"nearest: layers\.\*\.output.*; of 8 layers"),
+        ("blocks.0.out", "layers.*.output", "only where their name has one"),
+        ("blocks.0.attn", "layers.0.attention.core", r"nearest: layers\.\*\.attention\.core"),
+    ],
+)
+def test_a_map_to_what_the_model_has_not_is_refused(theirs: str, ours: str, near: str, said: Said, tmp_path: Path) -> None:
+    (tmp_path / "map.json").write_text(json.dumps({theirs: ours}))
+    with pytest.raises(UsageError, match=f"--map calls {re.escape(f'{theirs} {ours}')}, and this model has no such site; .*{near}"):
+        imported("torch", torch_dump(tmp_path / "dump.pt", said, *OUTPUTS), tmp_path / "out", given=tmp_path / "map.json")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dump_with_more_layers_than_the_model_is_refused(said: Said, tmp_path: Path) -> None:
+    dump = torch_dump(tmp_path / "dump.pt", said, *OUTPUTS, **{"model.layers.8": said["layers.7.output"]})
+    with pytest.raises(UsageError, match=r"it would be layers\.8\.output, and config\.json has no such site in its 8 layers"):
+        imported("torch", dump, tmp_path / "out")

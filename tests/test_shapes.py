@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from bisect_tool.cuts import TokenCut, token_cut
+from bisect_tool.cuts import TokenCut, feature_axes, token_cut
 from bisect_tool.recording import Provenance
 from bisect_tool.shapes import permutation_of, shape_of, token_errors
 
@@ -92,6 +92,11 @@ def test_the_ends_of_tensor_parallel_chunks_are_told() -> None:
     assert cut.edge.nonzero().flatten().tolist() == [0, 11, 12, 23, 24, 35, 36, 47]
     found = shape_of(cut.edge.double(), 0.1, (16, 32), cut)
     assert (found.kind, found.text) == ("chunk-ends", "only at the ends of TP chunks")
+
+
+def test_features_that_are_cut_group_by_group_are_known_to_be_cut() -> None:
+    assert feature_axes("s b (g (q:16 gate:16 k:8 v:8))[tp]") == ("tp",)
+    assert feature_axes("(s[cp,sp] b) e") == ()
 
 
 def test_tokens_that_stand_in_anothers_place_are_found() -> None:

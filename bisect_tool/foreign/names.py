@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from bisect_hooks.site import parse_site
 from bisect_hooks.tap import Tap, split_key
 
 from bisect_tool.flow import word
+from bisect_tool.recording import NOWHERE, in_order
 
 PREFIX = re.compile(r"^(?:module\.)*(?:model\.language_model\.|language_model\.model\.|language_model\.|model\.)?")
 WHOLE, CUT = "b s f", "b s f[tp]"
@@ -102,18 +103,24 @@ HIDDEN = (
     "output",
     "final_norm",
 )
-# how alike a name that is not known and one that is have to be for the one to be what is missing of the other
-ALIKE = 0.8
 
 
 class Names:
-    """Knows what a module's output is.  `given` maps their names to ours, `*` standing for a layer's number."""
+    """Knows what a module's output is.  `given` maps their names to ours, `*` standing for a layer's number.
+
+    Raises UsageError for a map to what this model does not have.
+    """
 
     def __init__(self, family: Family, dims: Dimensions, given: Mapping[str, str]) -> None:
         self.dims, self.given = dims, given
         taps = [*family.candidate_taps(dims, "native"), *family.candidate_taps(dims, "slime"), *family.reference_taps(dims)]
         self.taps: dict[str, Tap] = {PREFIX.sub("", tap.path): tap for tap in taps if tap.at == "output" and tap.transform is None}
         self.ours = {key for tap in taps for key in tap.keys}
+        self.expected = {key for tap in family.reference_taps(dims) for key in tap.keys} | {
+            one.key for one in family.derived(dims, "reference")
+        }
+        for theirs, ours in given.items():
+            self._check(theirs, ours)
 
     def pieces(self, name: str, outputs: Sequence[torch.Tensor], tp: int, shape: tuple[int, int]) -> list[Piece]:
         """This rank's tensors of a module's outputs, [] for a name that is not known.  Raises UsageError where one does not fit.
@@ -142,36 +149,47 @@ class Names:
         if tap is None:
             return []
         missing_batch = outputs[0].dim() == len(tap.parsed.items) - 1 and shape[0] == 1
-        return [Piece("|".join(tap.keys), tap.layout, outputs[0].unsqueeze(tap.layout.startswith("s")) if missing_batch else outputs[0])]
+        return [
+            Piece("|".join(tap.keys), tap.layout, outputs[0].unsqueeze(int(tap.layout.startswith("s"))) if missing_batch else outputs[0])
+        ]
+
+    def _check(self, theirs: str, ours: str) -> None:
+        path = PREFIX.sub("", ours)
+        number = re.match(r"layers\.(\d+)", path)
+        exact = {*self.ours, *self.taps, "tokens"}
+        kinds = {*map(_starred, exact), *ENGINE}
+        if "*" in ours:
+            there = "*" in theirs and path in kinds
+        else:
+            there = path in exact or (_starred(path) in ENGINE and (number is None or int(number[1]) < self.dims.layers))
+        if not there:
+            near = f"nearest: {', '.join(self.nearest(ours)) or 'none'}; of {self.dims.layers} layers, and * only where their name has one"
+            raise UsageError(f"--map calls {theirs} {ours}, and this model has no such site", hint=near)
 
     def own(self, name: str) -> bool:
         """Whether a name is a key of ours, and no module's path on either side."""
         return name in self.ours and name not in self.taps and name not in ENGINE
 
     def fitting(self, piece: Piece) -> Piece:
-        """The piece.  Raises UsageError where it is not as wide as the model's hidden state, and has to be."""
+        """The piece.  Raises UsageError for a layer that the model has not, and where it has to be as wide as the hidden state and is not."""
+        if not self.ours.issuperset(piece.key.split("|")):
+            raise UsageError(f"it would be {piece.key}, and config.json has no such site in its {self.dims.layers} layers")
         site = parse_site(split_key(piece.key)[0]) if "|" not in piece.key else None
         if site is not None and word(site) in HIDDEN and piece.tensor.shape[-1] != self.dims.hidden:
             raise UsageError(f"{piece.key} is {piece.tensor.shape[-1]} wide, and config.json has a hidden size of {self.dims.hidden}")
         return piece
 
-    def dropped(self, unknown: Iterable[str], known: Collection[str]) -> dict[str, str]:
-        """Sites of the table that are not known of the dump, and are or may be what it has under a name that is not known → why.
-
-        A layer has an output: where something of it is not known, and its output is not, that may be it.
-        """
-        found: dict[str, str] = {}
-        named = {kind: fused.site for kind, fused in ENGINE.items()} | {_starred(key): _starred(split_key(key)[0]) for key in self.ours}
-        held = {split_key(key)[0] for one in known for key in one.split("|")}
-        sites = {split_key(key)[0] for key in self.ours}
-        for name in unknown:
-            kind, number = _starred(PREFIX.sub("", name)), re.search(r"(?:^|\.)\w+\.(\d+)(?:\.|$)", name)
-            near = difflib.get_close_matches(kind, list(named), n=1, cutoff=ALIKE)
-            may_be = [named[one] for one in near] + (["layers.*.output"] if number else [])
-            for site in (one.replace("*", number[1]) if number else one for one in may_be):
-                if site in sites and site not in held:
-                    found.setdefault(site, f"nothing is known to be it, and {name} is in the dump, which is not known")
-        return found
+    def absent(self, known: Collection[str], unknown: Collection[str]) -> dict[str, str]:
+        """Keys of the reference that are not known of the dump, and why: what no layer has is not its format's, but for a layer's output."""
+        held = {key for one in known for key in one.split("|")}
+        kinds = set(map(_starred, held))
+        more = (
+            f", and {len(unknown)} of its names {'is' if len(unknown) == 1 else 'are'} not known (first {next(iter(unknown))})"
+            if unknown
+            else ""
+        )
+        lost = in_order(self.expected - held - {"tokens"})
+        return {key: f"the dump has none of it{more}" if _starred(key) in kinds | {"layers.*.output"} else NOWHERE for key in lost}
 
     def partial(self, name: str) -> bool:
         """Whether ranks may hold summands of a module's output."""

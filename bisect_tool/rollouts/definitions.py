@@ -7,8 +7,9 @@ what is left is as small as an engine's arithmetic, and a third or less of what 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,6 +34,9 @@ UNITS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 LOWEST, HIGHEST = -1000.0, 0.1
 # hypotheses are tried on this many tokens, and every response against every other for this many
 TOKENS = 4096
+# a response of which so few tokens differ can be anything; and nats that a definition of some responses has to weigh (tokens that differ
+# times the logarithm of how much nearer it brings them), beside the number of responses: the hypotheses tried, and as much again
+FEW, CHANCE = 4, 10.0
 RESPONSES = 256
 
 
@@ -51,12 +55,26 @@ class Pool:
     shifted: dict[int, torch.Tensor]
     labels: dict[int, torch.Tensor]
 
+    @property
+    def differing(self) -> int:
+        """Tokens at which the engine is not the reference."""
+        return int(((self.engine - self.reference).abs() > LEAST).sum())
+
+    def but_furthest(self) -> Pool:
+        """All tokens but the eighth that the engine is furthest off at."""
+        kept = (self.engine - self.reference).abs().argsort()[: len(self.engine) - max(1, len(self.engine) // 8)]
+        return Pool(
+            self.engine[kept], self.reference[kept], self.label[kept], self.logits[kept],
+            {by: one[kept] for by, one in self.shifted.items()}, {by: one[kept] for by, one in self.labels.items()},
+        )  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class Definition:
     """What the engine's log-probs are, if not the reference's.  before, after: mean distance in nats a token.
 
     rows: for each response, which one's it carries   others: what those are to the reference, by id() of the Sample
+    only: the responses that are so defined, by id() of the Sample, where the others are the reference's own; empty where all are
     """
 
     kind: str
@@ -67,6 +85,11 @@ class Definition:
     temperature: float = 1.0
     rows: tuple[int, ...] = ()
     others: dict[int, torch.Tensor] = field(default_factory=dict)
+    only: frozenset[int] = frozenset()
+
+    def holds_of(self, sample: Sample) -> bool:
+        """Whether a response's log-probs are so defined."""
+        return not self.only or id(sample) in self.only
 
     @property
     def short(self) -> str:
@@ -133,6 +156,42 @@ def define(found: Pool) -> Definition | None:
     return simple if _holds(simple) else None
 
 
+def of_some(samples: Sequence[Sample], scored: Sequence[Scored], said: Callable[[Sample], Sequence[float | None]]) -> Definition | None:
+    """The definition that some responses are of, each by itself, while the others are the reference's own; None where there is none.
+
+    One token far off (an expert that flips) can be met by some temperature, so a definition has to hold without the furthest ones too; and
+    of many responses some are explained by chance: together they have to weigh more than all that were tried.
+    """
+    kinds: dict[str, list[int]] = {}
+    pools = [pool([sample], [view], said) for sample, view in zip(samples, scored, strict=True)]
+    for i, own in enumerate(pools):
+        one = _without_furthest(own) if own is not None and own.differing >= FEW else None
+        if one is not None:
+            kinds.setdefault(one.kind, []).append(i)
+    for chosen in sorted(kinds.values(), key=len, reverse=True):
+        part = [samples[i] for i in chosen]
+        together = pool(part, [scored[i] for i in chosen], said)
+        one = _without_furthest(together) if together is not None else None
+        if together is not None and one is not None:
+            gain = one.before / max(one.after, sys.float_info.min)
+            if together.differing * math.log(gain) >= math.log(len(samples)) + CHANCE:
+                # noise hides it from some that have it too: what it brings nearer is of it
+                likewise = [sample for sample, own in zip(samples, pools, strict=True) if own is not None and _nearer(one, own)]
+                return replace(one, only=frozenset(map(id, [*part, *likewise])))
+    return None
+
+
+def _nearer(one: Definition, own: Pool) -> bool:
+    again = _again(one, own.but_furthest())
+    return again.after * 2 <= again.before
+
+
+def _without_furthest(found: Pool) -> Definition | None:
+    """The definition of these tokens that is theirs without the furthest too."""
+    one = define(found)
+    return one if one is not None and _holds(_again(one, found.but_furthest())) else None
+
+
 def exchanged(samples: Sequence[Sample], scored: Sequence[Scored], said: Callable[[Sample], Sequence[float | None]]) -> Definition | None:
     """Whether every response carries the log-probs of one response, and not each its own; None where it does not, or where they are many."""
     if not 1 < len(samples) <= RESPONSES:
@@ -159,11 +218,16 @@ def expected(definition: Definition, sample: Sample, view: Scored) -> torch.Tens
     """The engine's log-probs of a sample's response [n], in nats, as the definition makes them of the reference; NaN where it can't say."""
     if id(sample) in definition.others:
         return definition.others[id(sample)]
-    if definition.kind in UNITS or definition.rows:
+    if definition.kind in UNITS or definition.rows or not definition.holds_of(sample):
         return view.logs[sample.start :]
     one = pool([sample], [view], lambda sample: [0.0] * sample.length)
     if one is None:
         return torch.full((sample.length,), math.nan, dtype=torch.float64)
+    return _made(definition, one)
+
+
+def _made(definition: Definition, one: Pool) -> torch.Tensor:
+    """What the definition makes of the reference's distributions."""
     if definition.kind == "temperature":
         return _at(one, definition.value) if definition.value else torch.zeros_like(one.reference)
     if definition.kind == "rows":
@@ -171,6 +235,16 @@ def expected(definition: Definition, sample: Sample, view: Scored) -> torch.Tens
     if definition.kind == "labels":
         return _at(one, 1.0, one.labels[int(definition.value)])
     return _at(one, definition.temperature) - _support(one, definition.kind, definition.value, definition.temperature).log()
+
+
+def _again(one: Definition, found: Pool) -> Definition:
+    """The same definition, measured on other tokens."""
+    if one.kind in UNITS:
+        after = _distance(UNITS[one.kind](found.engine), found.reference)
+    else:
+        after = _distance(found.engine, _made(one, found))
+    before = _distance(found.engine, found.reference)
+    return replace(one, before=before, after=after if before >= LEAST else math.inf)
 
 
 def _temperature(found: Pool, before: float) -> Definition:

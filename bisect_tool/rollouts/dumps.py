@@ -17,7 +17,7 @@ from bisect_hooks.errors import UsageError
 
 from bisect_tool.pickles import Inert
 from bisect_tool.places import Piece, Stored
-from bisect_tool.rollouts.sample import Sample, logs_of, made
+from bisect_tool.rollouts.sample import Sample, ended, logs_of, made
 from bisect_tool.torch_file import Placed, open_torch
 
 ENGINE_KEYS = ("engine", "engine_id", "engine_rank", "dp_rank", "worker", "worker_url")
@@ -62,6 +62,7 @@ def _sample(where: str, said: Mapping[str, Any], rollout: Any) -> Sample | None:
         response=str(said.get("response") or ""),
         versions=tuple(str(one) for one in said.get("weight_versions") or ()),
         rollout=rollout if isinstance(rollout, int) else None,
+        complete=ended(said.get("status")),
         engine=str(engine),
         cached=cache.get("cached_tokens") if isinstance(cache, dict) and cache.get("total_prompt_tokens") else None,
         drafted=(False,) * length if drafts == 0 else None,

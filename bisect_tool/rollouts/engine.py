@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from bisect_hooks.hf import Reference
 from bisect_hooks.parallel import Parallel
 from bisect_hooks.site import Site
 
-from bisect_tool.faults import Fault, Finding, Proof, Relation
+from bisect_tool.faults import Fault, Finding, Proof, Relation, counted, verb
 from bisect_tool.judge import Tolerance
 from bisect_tool.measure import Difference, measure
 from bisect_tool.rollouts import definitions, judging, patterns, simulate
+from bisect_tool.rollouts.bench import Bench
 from bisect_tool.rollouts.judging import Said
 from bisect_tool.rollouts.known import Known
 from bisect_tool.rollouts.patterns import Measured
 from bisect_tool.rollouts.sample import Sample
-from bisect_tool.rollouts.scoring import Scored, score
 from bisect_tool.shards import Shard, shard_of
 
 HEAD = Site("lm_head")
-# responses, and tokens of them, that a simulation is tried on
-TRIED, TRIED_TOKENS = 4, 1024
-# simulations that are left after the first response
-FINALISTS = 4
 
 
 @dataclass
@@ -43,76 +38,40 @@ class Judged:
     shown: bool = False
 
 
-class Bench:
-    """The responses, the reference's view of them, and one method a question."""
+class Questions:
+    """One method a question about the responses; `found` gathers the answers."""
 
-    def __init__(
-        self, samples: Sequence[Sample], scored: Sequence[Scored], others: Sequence[Mapping[str, Scored]], reference: Reference,
-        text: Callable[[list[int]], str], known: Known,
-    ) -> None:  # fmt: skip
-        self.samples, self.scored, self.reference, self.text = samples, scored, reference, text
-        self.others, self.known, self.rerun, self.after = others, known, known.rerun, ""
-        self.said = [judging.sides_of(*one) for one in zip(samples, scored, others, strict=True)]
+    def __init__(self, bench: Bench, text: Callable[[list[int]], str], known: Known) -> None:
+        self.bench, self.text = bench, text
+        self.known, self.rerun, self.after = known, known.rerun, ""
         self.found = Judged()
-        self.lowest = min((sample.age for sample in samples), default=(0, ""))
 
     def judge(self) -> Judged:
         """All questions, in the order in which an answer makes the next one simpler."""
         self._capture()
-        numbered = [i for i, each in enumerate(self.said) if self._has_logs(i)]
-        compared = [i for i in numbered if not self.samples[i].mixed]
+        numbered = [i for i, each in enumerate(self.bench.said) if self.bench.has_logs(i)]
+        compared = [i for i in numbered if not self.bench.samples[i].mixed]
         self._say_mixed(numbered)
-        definition = self._definition([i for i in compared if self._is_base(i)])
-        if definition is not None and definition.kind in definitions.UNITS:
-            self.said = [judging.sides_of(*one, definition.kind) for one in zip(self.samples, self.scored, self.others, strict=True)]
-        differences = [self._difference(i, definition) for i in compared]
+        definition = self._definition([i for i in compared if self.bench.is_base(i)])
+        if definition is not None:
+            self.bench.in_units_of(definition)
+        differences = [self.bench.difference(i, definition) for i in compared]
         self.found.tokens = sum(int(one.isfinite().sum()) for one in differences)
-        by_logs = patterns.by_logs([self.samples[i] for i in compared], differences)
-        by_text = patterns.by_text(self.samples, self.scored)
+        by_logs = patterns.by_logs([self.bench.samples[i] for i in compared], differences)
+        by_text = patterns.by_text(self.bench.samples, self.bench.scored)
         measured = self._held_to_text(compared, by_logs, by_text)
-        rest = [by_text[i] for i in range(len(self.samples)) if i not in compared]
+        rest = [by_text[i] for i in range(len(self.bench.samples)) if i not in compared]
         self._sampling(compared, measured, by_text)
-        self._patterns([*measured, *rest], [*compared, *(i for i in range(len(self.samples)) if i not in compared)])
+        self._patterns([*measured, *rest], [*compared, *(i for i in range(len(self.bench.samples)) if i not in compared)])
         self._quiet(compared, measured)
         self._say_rest(compared, measured, by_text)
         return self.found
-
-    def _has_logs(self, i: int) -> bool:
-        sample = self.samples[i]
-        return any(one is not None for one in sample.decode) or any(one is not None for one in sample.prefill[sample.start :])
-
-    def _is_base(self, i: int) -> bool:
-        """Whether it was made with the weights that training began from, as far as the dump says."""
-        sample = self.samples[i]
-        return sample.rollout == 0 if sample.rollout is not None else sample.age == self.lowest
-
-    def _to_trainer(self, i: int) -> bool:
-        """Whether training has moved the weights and the trainer said what it makes of them."""
-        return not self._is_base(i) and bool(self.said[i].trained.isfinite().any())
-
-    def _difference(self, i: int, definition: definitions.Definition | None) -> torch.Tensor:
-        """Engine - what it should say [n].  Later weights are held against the trainer's log-probs where there are any."""
-        sample, each = self.samples[i], self.said[i]
-        engine = each.side(each.best)
-        if self._to_trainer(i):
-            other = each.trained
-        else:
-            other = each.reference if definition is None else definitions.expected(definition, sample, self.scored[i])
-            if definition is not None and definition.kind not in (
-                "rows",
-                "samples",
-            ):  # a row off by one has an end that nothing is known of
-                other = torch.where(other.isfinite(), other, each.reference)
-        difference = engine - other
-        values = sample.decode if each.best == "decode" else sample.prefill[sample.start :]
-        given = torch.tensor([value is not None for value in values])
-        return torch.where(given & engine.isnan(), math.inf, difference)
 
     def _capture(self) -> None:
         """Prompt log-probs that are garbage where the prefix came from a cache, while everything computed is right."""
         bad, total, responses = [], 0, []
         worst: tuple[torch.Tensor, torch.Tensor] | None = None
-        for sample, view, each in zip(self.samples, self.scored, self.said, strict=True):
+        for sample, view, each in zip(self.bench.samples, self.bench.scored, self.bench.said, strict=True):
             head = sample.prefill[1 : sample.start]
             if not any(one is not None for one in head):
                 continue
@@ -141,8 +100,8 @@ class Bench:
             "cached": max((sample.cached or 0) for sample in responses),
         }
         text = (
-            f"Capture fault: the engine's prompt log-probs are garbage {where} ({len(bad)} of {total} positions, in {len(responses)} responses), "
-            "while what it computes behind them is right: those rows were never written."
+            f"Capture fault: the engine's prompt log-probs are garbage {where} ({counted(len(bad), 'position', of=total)}, in {counted(len(responses), 'response')}), "
+            f"while what it computes behind {verb(len(bad), 'it', 'them')} is right: {verb(len(bad), 'that row was', 'those rows were')} never written."
         )  # fmt: skip
         self._add(
             "capture", HEAD, ("reference", "engine"), Relation("unknown", detail), text,
@@ -151,21 +110,22 @@ class Bench:
         self.found.cleared.append(("weights and computation", "log-probs of the responses agree with the reference"))
 
     def _definition(self, base: Sequence[int]) -> definitions.Definition | None:
-        samples, scored = [self.samples[i] for i in base], [self.scored[i] for i in base]
+        samples, scored = [self.bench.samples[i] for i in base], [self.bench.scored[i] for i in base]
 
         def numbers(sample: Sample) -> Sequence[float | None]:
             return sample.decode or sample.prefill[sample.start :]
 
         found = definitions.pool(samples, scored, numbers)
-        one = definitions.define(found) or definitions.exchanged(samples, scored, numbers) if found is not None else None
-        if one is None or found is None:
+        if found is None:
+            return None
+        one = definitions.define(found)
+        for other in (definitions.of_some, definitions.exchanged):
+            one = one or other(samples, scored, numbers)
+        if one is None:
             return None
         self.after = f" after {one.short}"
-        expected = [definitions.expected(one, self.samples[i], self.scored[i]) for i in base]
-        trained = torch.cat([self.said[i].trained - other for i, other in zip(base, expected, strict=True)])
-        trained = trained[trained.isfinite()]
         text, do = judging.SENTENCES[one.kind](one)
-        if len(trained) and float(trained.abs().mean()) <= definitions.LEFT:
+        if self._trained_likewise(base, one):
             self.found.notes.append(f"{text}; the trainer's do the same, so the two are of one definition and this is no fault")
             return one
         proof = Proof(
@@ -174,50 +134,68 @@ class Bench:
             one.after,
             f"plainly scored, it stays {one.before:.3g}{'; some of them are above 0, as no log-prob is' if bool((found.engine > definitions.HIGHEST).any()) else ''}",
         )
+        part, whose = self._part(samples, one, text)
         site = Site("tokens") if one.kind in ("rows", "labels", "samples") else HEAD
         kind = {"temperature": "scale", "rows": "shifted-tokens", "labels": "shifted-tokens", "samples": "permutation"}.get(
             one.kind, "config"
         )
         self._add(
-            "rollout-config", site, ("reference", "engine"), Relation(kind, one.detail), f"Rollout-config fault: the engine's log-probs are {text}.", do,
+            "rollout-config", site, ("reference", "engine"), Relation(kind, one.detail | part), f"Rollout-config fault: the engine's log-probs{whose}.", do,
             measure(found.reference, found.engine), proof=proof,
         )  # fmt: skip
         self.found.cleared.append(("the weights", f"by that definition engine and reference are {one.after:.2g} nats a token apart"))
         return one
 
+    def _trained_likewise(self, base: Sequence[int], one: definitions.Definition) -> bool:
+        """Whether the trainer's log-probs are of the engine's definition too, and not the reference's own."""
+        said = [(i, self.bench.said[i]) for i in base if one.holds_of(self.bench.samples[i])]
+        to_it = [each.trained - definitions.expected(one, self.bench.samples[i], self.bench.scored[i]) for i, each in said]
+        far, near = patterns.mean([each.apart("trained", "reference").abs() for _, each in said]), patterns.mean([a.abs() for a in to_it])
+        return any(bool(a.isfinite().any()) for a in to_it) and near <= definitions.LEFT and near * definitions.GAIN <= far
+
+    def _part(self, samples: Sequence[Sample], one: definitions.Definition, text: str) -> tuple[dict[str, object], str]:
+        """(data, words) on whose log-probs are so defined, and what those have in common."""
+        if not one.only:
+            return {}, f" are {text}"
+        nothing = torch.zeros(0)
+        marked = [Measured(each, nothing, nothing, float(one.holds_of(each)), bad=one.holds_of(each)) for each in samples]
+        seen = patterns.parted(marked)
+        return {"seen": seen.kind, **seen.detail}, f" of {counted(len(one.only), 'response', of=len(samples))} are {text}, {seen.said}"
+
     def _held_to_text(self, compared: Sequence[int], by_logs: Sequence[Measured], by_text: Sequence[Measured]) -> list[Measured]:
         """Later weights may differ because they were trained: without the trainer's word only garbling or a sudden jump is a fault."""
         means: dict[tuple[int, str], list[float]] = {}
         for i, one in zip(compared, by_logs, strict=True):
-            means.setdefault(self.samples[i].age, []).append(one.apart)
+            means.setdefault(self.bench.samples[i].age, []).append(one.apart)
         level = {age: sum(values) / len(values) for age, values in means.items()}
         kept, moved = [], 0
         for i, one in zip(compared, by_logs, strict=True):
-            age = self.samples[i].age
+            age = self.bench.samples[i].age
             before = level.get((age[0] - 1, age[1]))
             sudden = before is not None and before <= patterns.MOST and level[age] > patterns.APART
-            if one.bad and not self._is_base(i) and not len(self.samples[i].trained) and not by_text[i].bad and not sudden:
+            if one.bad and not self.bench.is_base(i) and not len(self.bench.samples[i].trained) and not by_text[i].bad and not sudden:
                 moved += 1
                 one = Measured(one.sample, one.signal, one.numbers, one.apart)
             kept.append(one)
         if moved:
             self.found.open.append(
-                f"{moved} responses of trained weights leave the reference and are not garbled: training explains that, and so would a bad sync; "
+                f"{counted(moved, 'response')} of trained weights {verb(moved, 'leaves the reference and is', 'leave the reference and are')} not garbled: "
+                "training explains that, and so would a bad sync; "
                 f"{self.rerun('--train TRAIN_DUMP')} decides it, or --reference with the export of that iteration"
             )
         return kept
 
     def _sampling(self, compared: Sequence[int], measured: Sequence[Measured], by_text: Sequence[Measured]) -> None:
         """Log-probs that agree on a text that nobody would draw: the sampler, not the model."""
-        odd = [i for i, one in zip(compared, measured, strict=True) if not one.bad and by_text[i].bad and self._is_base(i)]
+        odd = [i for i, one in zip(compared, measured, strict=True) if not one.bad and by_text[i].bad and self.bench.is_base(i)]
         if len(odd) * 2 <= len(compared):
             return
         surprise = sum(by_text[i].apart for i in odd) / len(odd)
         text = (
-            f"Rollout-config fault: engine and reference give the same log-probs, and {len(odd)} of {len(compared)} responses surprise both by "
+            f"Rollout-config fault: engine and reference give the same log-probs, and {counted(len(odd), 'response', of=len(compared))} {verb(len(odd), 'surprises', 'surprise')} both by "
             f"{surprise:.2g} nats a token more than text drawn at temperature 1: tokens are not drawn from these log-probs."
         )
-        reference = torch.cat([self.said[i].reference for i in odd])
+        reference = torch.cat([self.bench.said[i].reference for i in odd])
         self._add(
             "rollout-config", HEAD, ("reference", "engine"), Relation("config", {"flag": "sampling", "surprise": surprise, "expected": 0.0}), text,
             "Look at temperature, top_p, top_k, min_p and penalties of the rollout.", measure(reference, reference),
@@ -228,15 +206,15 @@ class Bench:
         if seen is None:
             return
         bad = [(i, one) for i, one in zip(order, measured, strict=True) if one.bad]
-        said = [self.said[i] for i, _ in bad]
-        to_trainer = all(self._to_trainer(i) for i, _ in bad)
+        said = [self.bench.said[i] for i, _ in bad]
+        to_trainer = all(self.bench.to_trainer(i) for i, _ in bad)
         distances = judging.table(said)
         given = None if to_trainer else next((name for name in judging.GIVEN if judging.explains(distances, name)), None)
         if given is not None and self.known.found:
             self._shown(given, distances, len(bad), len(measured))
             return
         tried = seen.kind in ("every", "decode") and given is None
-        explained = self._simulated([i for i, one in bad if not one.text]) if tried else None
+        explained = self.bench.simulated([i for i, one in bad if not one.text]) if tried else None
         engine = torch.cat([each.side(each.best) for each in said])
         reference = torch.cat([each.reference for each in said])
         both = engine.isfinite()
@@ -245,11 +223,11 @@ class Bench:
         first = min(one.first or 0 for _, one in bad)
         sizes = sum(one.apart for _, one in bad) / len(bad) if bad[0][1].text else patterns.mean([one.numbers for _, one in bad])
         what = (
-            f"wrong: {broken} of their log-probs are none ({judging.no_numbers([one for _, one in bad])})" if broken
-            else f"{sizes:.2g} nats a token more surprising than the reference's own text" if bad[0][1].text else f"{sizes:.2g} nats a token from the reference"
+            f"wrong: {broken} of {verb(len(bad), 'its', 'their')} log-probs {verb(broken, 'is', 'are')} none ({judging.no_numbers([one for _, one in bad])})" if broken
+            else f"{sizes:.2g} nats a token more surprising than the reference's own text" if bad[0][1].text else f"{sizes:.2g} nats a token from the {'trainer' if to_trainer else 'reference'}"
         )  # fmt: skip
-        loops = sum(patterns.repeats(self.samples[i].tokens[self.samples[i].start :]) > 0.5 for i, _ in bad)
-        looped = f"; {loops} of them are loops" if loops else ""
+        loops = sum(patterns.repeats(self.bench.samples[i].tokens[self.bench.samples[i].start :]) > 0.5 for i, _ in bad)
+        looped = f"; {loops} of them {verb(loops, 'is a loop', 'are loops')}" if loops else ""
         if explained is not None:
             self._placed(explained, difference, len(bad), what)
             return
@@ -258,7 +236,7 @@ class Bench:
         blamed = judging.blame(distances, seen, self.known, to_trainer)
         relation = Relation("nan" if broken else "unknown", {"seen": seen.kind, "first_token": first, **seen.detail})
         cls = f"{blamed.cls.capitalize()} fault" if blamed.cls else "Fault of open class"
-        text = f"{cls}: {len(bad)} of {len(measured)} responses are {what}, {seen.said}{looped}; {blamed.why}."
+        text = f"{cls}: {counted(len(bad), 'response', of=len(measured))} {verb(len(bad), 'is', 'are')} {what}, {seen.said}{looped}; {blamed.why}."
         self._add(blamed.cls, HEAD, blamed.between, relation, text, blamed.next, difference, whole=True, candidates=blamed.candidates)
         self.found.cleared += blamed.cleared
 
@@ -268,21 +246,21 @@ class Bench:
         away = distances[side, "reference"]
         self.found.shown = True
         self.found.notes.append(
-            f"{bad} of {count} responses are what the {side} says ({near:.2g} nats a token from it, {away:.2g} from the reference): "
-            f"they show {self.known.found}"
+            f"{counted(bad, 'response', of=count)} {verb(bad, 'is', 'are')} what the {side} says ({near:.2g} nats a token from it, {away:.2g} from the reference): "
+            f"{verb(bad, 'it shows', 'they show')} {self.known.found}"
         )
         self.found.cleared.append(("the engine", f"it computes what the {side} computes"))
 
     def _quiet(self, compared: Sequence[int], measured: Sequence[Measured]) -> None:
         """More than engines usually are apart, and not enough to be a fault: is it one that is known, and small here?"""
-        base = [(i, one) for i, one in zip(compared, measured, strict=True) if self._is_base(i) and not one.bad]
+        base = [(i, one) for i, one in zip(compared, measured, strict=True) if self.bench.is_base(i) and not one.bad]
         apart = patterns.mean([one.numbers for _, one in base])
         if self.found.faults or apart <= patterns.USUAL:
             return
-        explained = self._simulated([i for i, _ in base])
+        explained = self.bench.simulated([i for i, _ in base])
         if explained is not None:
-            engine = torch.cat([self.said[i].side(self.said[i].best) for i, _ in base])
-            reference = torch.cat([self.said[i].reference for i, _ in base])
+            engine = torch.cat([self.bench.said[i].side(self.bench.said[i].best) for i, _ in base])
+            reference = torch.cat([self.bench.said[i].reference for i, _ in base])
             both = engine.isfinite()
             self._placed(explained, measure(reference[both], engine[both]), len(base), f"{apart:.2g} nats a token from the reference")
 
@@ -292,7 +270,7 @@ class Bench:
             f"do it to the reference: {one.said}; mean distance from the engine in nats a token", found.before, found.after,
             f"the next best, '{found.other.said}', leaves {found.other_after:.2g}",
         )  # fmt: skip
-        text = f"Rollout fault: {bad} responses are {what}, because {one.said}."
+        text = f"Rollout fault: {counted(bad, 'response')} {verb(bad, 'is', 'are')} {what}, because {one.said}."
         findings = tuple(
             self._finding("rollout", site, ("reference", "engine"), Relation(one.kind, one.detail), text, one.next, difference, proof)
             for site in one.sites
@@ -300,79 +278,75 @@ class Bench:
         self.found.faults.append(Fault(findings))
         self.found.cleared.append((judging.CONVERSION, "the reference's own weights, computed so, give the engine's log-probs"))
 
-    def _simulated(self, bad: Sequence[int]) -> simulate.Explained | None:
-        """Tries every simulation on the shortest of the bad responses, and the best of them on a few more."""
-        chosen: list[int] = []
-        for i in sorted(bad, key=lambda i: len(self.samples[i].tokens)):
-            if len(chosen) < TRIED and sum(len(self.samples[k].tokens) for k in (*chosen, i)) <= TRIED_TOKENS:
-                chosen.append(i)
-        engine = {i: self.said[i].side(self.said[i].best) for i in chosen}
-        if not chosen or not all(bool(one.isfinite().any()) for one in engine.values()):
-            return None
-
-        def distance(one: simulate.Simulation | None, some: Sequence[int]) -> float:
-            logs = [self.said[i].reference if one is None else self._done(one, self.samples[i]) for i in some]
-            apart = torch.cat([engine[i] - other for i, other in zip(some, logs, strict=True)])
-            return float(apart[apart.isfinite()].abs().mean())
-
-        every = simulate.simulations(self.reference.model, self.reference.taps, self.reference.dims)
-        best = sorted(every, key=lambda one: distance(one, chosen[:1]))[:FINALISTS]
-        return simulate.explain([(one, distance(one, chosen)) for one in best], distance(None, chosen))
-
-    def _done(self, one: simulate.Simulation, sample: Sample) -> torch.Tensor:
-        """The reference's log-probs of a response with a fault in it."""
-        with one.on(self.reference.model, sample.start):
-            return score(self.reference, [sample], self.reference.dims.vocabulary)[0].logs[sample.start :]
-
     def _say_mixed(self, numbered: Sequence[int]) -> None:
-        mixed = [i for i in numbered if self.samples[i].mixed]
+        mixed = [i for i in numbered if self.bench.samples[i].mixed]
         if mixed:
-            versions = sorted({version for i in mixed for version in self.samples[i].versions})
+            versions = sorted({version for i in mixed for version in self.bench.samples[i].versions})
             self.found.skipped.append(
                 (
-                    f"log-probs of {len(mixed)} responses",
-                    f"mixed: weights were updated while they were generated (versions {', '.join(versions)}); their text was judged",
+                    f"log-probs of {counted(len(mixed), 'response')}",
+                    f"mixed: weights were updated while {verb(len(mixed), 'it was', 'they were')} generated (versions {', '.join(versions)}); "
+                    f"{verb(len(mixed), 'its', 'their')} text was judged",
                 )
             )
 
     def _say_rest(self, compared: Sequence[int], measured: Sequence[Measured], by_text: Sequence[Measured]) -> None:
-        good = [i for i, one in zip(compared, measured, strict=True) if not one.bad]
-        if good and not any(fault.first.cls == "rollout-config" for fault in self.found.faults):
-            signal = torch.cat([one.numbers for one in measured if not one.bad])
-            mean, tail = float(signal.mean()), patterns.torn(signal)
-            self.found.notes.append(judging.noise_note(mean, len(signal), tail, float(signal.max())))
-            if tail and mean <= patterns.MOST and not self.found.faults:
-                self.found.open.append(
-                    f"{tail} tokens are {patterns.TAIL:g} times as far from the reference as the mean of {mean:.2g} nats: no arithmetic scatters so, and it is "
-                    f"too little to be called a fault; {self.rerun('--train TRAIN_DUMP')} tells whose it is, or --hashes whether the engine holds the right weights"
-                )
-            if patterns.MOST < mean and not self.found.faults:
-                self.found.open.append(
-                    f"{mean:.2g} nats a token is more than engines that are right show and too little to be called a fault; "
-                    f"{self.rerun('--train TRAIN_DUMP')} tells whose it is, or --hashes whether the engine holds the right weights"
-                )
-        rows = judging.table(self.said)
-        self._clear(rows, measured)
+        rows = judging.table(self.bench.said)
+        if self._say_noise(compared, measured):
+            self._clear(rows, measured)
         if len(rows) > 1:
             words = [f"{judging.WORDS[a]} - {judging.WORDS[b]} {value:.3g}" for (a, b), value in rows.items()]
             plain = " (plainly scored)" if self.after else ""
             self.found.probes.append(f"mean distance in nats a token{plain}: {', '.join(words)}")
         order = {i: one for i, one in zip(compared, measured, strict=True)}
-        every = [order.get(i, by_text[i]) for i in range(len(self.samples))]
-        self.found.probes += judging.worst_tokens(every, self.said, self.text, self.after)
-        entropy = torch.cat([view.entropy[sample.start :] for sample, view in zip(self.samples, self.scored, strict=True)]).mean()
-        surprise = -torch.cat([each.reference for each in self.said]).mean()
-        loops = [patterns.repeats(sample.tokens[sample.start :]) for sample in self.samples]
+        every = [order.get(i, by_text[i]) for i in range(len(self.bench.samples))]
+        self.found.probes += judging.worst_tokens(every, self.bench.said, self.text, self.after)
+        entropy = torch.cat(
+            [view.entropy[sample.start :] for sample, view in zip(self.bench.samples, self.bench.scored, strict=True)]
+        ).mean()
+        surprise = -torch.cat([each.reference for each in self.bench.said]).mean()
+        loops = [patterns.repeats(sample.tokens[sample.start :]) for sample in self.bench.samples]
+        looped = sum(one > 0.5 for one in loops)
         self.found.probes.append(
             f"to the reference the text is {float(surprise):.3g} nats a token, its own at temperature 1 would be {float(entropy):.3g}; "
-            f"{sum(one > 0.5 for one in loops)} of {len(loops)} responses are more than half a loop"
+            f"{counted(looped, 'response', of=len(loops))} {verb(looped, 'is', 'are')} more than half a loop"
         )
-        silent = [i for i in range(len(self.samples)) if not self._has_logs(i)]
+        silent = [i for i in range(len(self.bench.samples)) if not self.bench.has_logs(i)]
         if silent:
             self.found.open.append(
-                f"{len(silent)} of {len(self.samples)} responses have no log-probs of the engine: their text alone was judged, which shows garbling and no "
-                f"small drift; {self.rerun('--server URL')} would score them (verl: actor_rollout_ref.rollout.calculate_log_probs=True)"
+                f"{counted(len(silent), 'response', of=len(self.bench.samples))} {verb(len(silent), 'has', 'have')} no log-probs of the engine: "
+                f"{verb(len(silent), 'its', 'their')} text alone was judged, which shows garbling and no "
+                f"small drift; {self.rerun('--server URL')} would score {verb(len(silent), 'it', 'them')} (verl: actor_rollout_ref.rollout.calculate_log_probs=True)"
             )
+
+    def _say_noise(self, compared: Sequence[int], measured: Sequence[Measured]) -> bool:
+        """How far off responses are that have no fault one by one, and whether that is noise; answers whether all are alike in it."""
+        good = [one for one in measured if not one.bad]
+        if not good or any(fault.first.cls == "rollout-config" for fault in self.found.faults):
+            return True
+        signal = torch.cat([one.numbers for one in good])
+        mean, tail = float(signal.mean()), patterns.torn(signal)
+        held = [
+            one for i, one in zip(compared, measured, strict=True) if not one.bad and (self.bench.is_base(i) or self.bench.to_trainer(i))
+        ]
+        part = patterns.uneven(held)
+        self.found.notes.append(judging.noise_note(mean, len(signal), tail, float(signal.max()), alike=part is None))
+        if part is not None:
+            self.found.open.append(
+                f"responses of {part.whose} are {part.level:.2g} nats a token from what they are held to, all others {part.others:.2g}: noise does not "
+                f"choose them, an engine that holds other weights than the rest does; {self.rerun('--hashes ENGINE_HASHES --export EXPORT_DIR')} tells"
+            )
+        if tail and mean <= patterns.MOST and not self.found.faults:
+            self.found.open.append(
+                f"{tail} {verb(tail, 'token is', 'tokens are')} {patterns.TAIL:g} times as far from the reference as the mean of {mean:.2g} nats: no arithmetic scatters so, and it is "
+                f"too little to be called a fault; {self.rerun('--train TRAIN_DUMP')} tells whose it is, or --hashes whether the engine holds the right weights"
+            )
+        if patterns.MOST < mean and not self.found.faults:
+            self.found.open.append(
+                f"{mean:.2g} nats a token is more than engines that are right show and too little to be called a fault; "
+                f"{self.rerun('--train TRAIN_DUMP')} tells whose it is, or --hashes whether the engine holds the right weights"
+            )
+        return part is None
 
     def _clear(self, rows: dict[tuple[str, str], float], measured: Sequence[Measured]) -> None:
         """What the table of who agrees with whom clears, where nothing is wrong."""
@@ -381,7 +355,7 @@ class Bench:
         far = {pair: value for pair, value in rows.items() if pair[1] == "reference"}
         for side, suspect in (("decode", "the engine's decode"), ("prefill", "the engine's prefill"), ("candidate", judging.CONVERSION)):
             value = far.get((side, "reference"))
-            tail = patterns.torn(torch.cat([each.apart(side, "reference") for each in self.said]))
+            tail = patterns.torn(torch.cat([each.apart(side, "reference") for each in self.bench.said]))
             if value is not None and value <= patterns.MOST and not tail:
                 self.found.cleared.append((suspect, f"its log-probs are {value:.2g} nats a token from the reference's"))
 
@@ -397,7 +371,7 @@ class Bench:
         proof: Proof | None = None, candidates: tuple[str, ...] = (),
     ) -> Finding:  # fmt: skip
         return Finding(
-            cls, site, nowhere(site, self.reference.dims.layers), ((), ()), difference, tolerance(self.said), relation, proof, text, do, between,
+            cls, site, nowhere(site, self.bench.reference.dims.layers), ((), ()), difference, tolerance(self.bench.said), relation, proof, text, do, between,
             shows_at=None if site == HEAD else "lm_head", candidates=candidates or ("conversion", "model-definition", "parallel"),
         )  # fmt: skip
 

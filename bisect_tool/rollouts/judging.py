@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from bisect_tool.faults import verb
 from bisect_tool.rollouts import definitions
 from bisect_tool.rollouts.known import Known
 from bisect_tool.rollouts.patterns import ALL_APART, LITTLE, MOST, TAIL, USUAL, Measured, Pattern
@@ -196,13 +197,15 @@ NEXT = {
 }
 
 
-def noise_note(distance: float, tokens: int, torn: int, furthest: float) -> str:
-    """What the distance on good responses means.  torn, furthest: see `patterns.torn`, and the largest in nats"""
+def noise_note(distance: float, tokens: int, torn: int, furthest: float, *, alike: bool) -> str:
+    """What the distance on good responses means.  torn, furthest: see `patterns.torn`, and the largest in nats · alike: see `patterns.uneven`"""
     said = f"engine and reference are {distance:.3g} nats a token apart over {tokens} tokens"
+    if not alike:
+        return f"{said}, and some far more than others"
     if distance <= USUAL:
         return f"{said}: {'as' if distance >= LITTLE else 'below what'} bf16 engines are ({LITTLE:g} to {USUAL:g})"
     if torn:
-        return f"{said}: above {USUAL:g}, and not as noise is: {torn} tokens stand {TAIL:g} times as far off and more, the furthest {furthest:.2g} nats"
+        return f"{said}: above {USUAL:g}, and not as noise is: {torn} {verb(torn, 'token stands', 'tokens stand')} {TAIL:g} times as far off and more, the furthest {furthest:.2g} nats"
     if distance <= MOST:
         return (
             f"{said}: more than usual ({LITTLE:g} to {USUAL:g}), spread over all responses and without a first bad token; seen when tensor parallelism "
@@ -228,7 +231,7 @@ def worst_tokens(
         kind = "more surprising than its own text" if one.text else f"apart{after}"
         size = f"{one.mean:.3g} nats a token {kind}"
         if one.broken:
-            size = f"{len(one.broken)} of its {one.sample.length} log-probs are none ({no_numbers([one], named=False)}), the others {size}"
+            size = f"{len(one.broken)} of its {one.sample.length} log-probs {verb(len(one.broken), 'is', 'are')} none ({no_numbers([one], named=False)}), the others {size}"
         lines.append(f"{one.sample.where}: {size}{since}; worst at token {k}, {around[1]!r} after {around[0]!r}: {numbers}")
     return lines
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from bisect_hooks.errors import UsageError
 
-from bisect_tool.rollouts.sample import Sample, ids_of, made
+from bisect_tool.rollouts.sample import Sample, ended, ids_of, made
 
 # the names that dumps use for one thing; the first that a line has counts
 PROMPT = ("prompt", "messages", "input", "text")
@@ -20,6 +20,7 @@ DECODE = ("rollout_log_probs", "logprobs", "log_probs", "output_token_logprobs",
 PREFILL = ("prefill_logprobs", "prefill_log_probs")
 PROMPT_LOGS = ("prompt_logprobs", "input_token_logprobs")
 TRAINED = ("trainer_logprobs", "old_log_probs", "train_log_probs")
+FINISH = ("finish_reason", "status")
 ENGINE = ("engine", "dp_rank", "engine_id", "worker")
 Encode = Callable[[Any, bool], list[int]]
 
@@ -109,6 +110,7 @@ def _sample(where: str, said: Mapping[str, Any], encode: Encode) -> Any:
         exact=exact,
         versions=tuple(str(one) for one in (versions if isinstance(versions, list) else [versions] if versions != () else [])),
         rollout=rollout if isinstance(rollout, int) else None,
+        complete=ended(_first(said, FINISH)),
         engine=str(_first(said, ENGINE) if _first(said, ENGINE) is not None else ""),
         cached=said.get("cached_tokens") if isinstance(said.get("cached_tokens"), int) else None,
         drafted=tuple(map(bool, drafted)) if isinstance(drafted, list) and len(drafted) == len(answer) else None,

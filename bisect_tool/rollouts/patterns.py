@@ -10,9 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from bisect_tool.faults import verb
 from bisect_tool.rollouts.sample import Sample
 from bisect_tool.rollouts.scoring import Scored
 
@@ -27,6 +29,8 @@ ALL_APART = 0.3
 # a text is garbled when it surprises the reference by this many nats a token more than its own text would, and by that many deviations
 SURPRISE, DEVIATIONS = 1.0, 6.0
 WINDOW = 8
+# tokens whose mean says how far off responses are
+ENOUGH = 32
 # nats that no arithmetic moves a token by: an expert that flips moves one by 4
 FAR = 12.0
 # noise has no tail: of a million normal ones the furthest is 6 times the mean
@@ -94,6 +98,37 @@ def mean(signals: Sequence[torch.Tensor]) -> float:
     return float(values.mean()) if len(values) else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Uneven:
+    """Responses that are no fault one by one, and together are further off than all others.  whose: what they share"""
+
+    whose: str
+    level: float
+    others: float
+
+
+def uneven(measured: Sequence[Measured]) -> Uneven | None:
+    """The weights, or the engine, whose responses are further off than usual and than those of all others; None where there are none."""
+    ages = {
+        one.sample.age: f"weight version {one.sample.versions[0]}" if one.sample.versions else f"rollout {one.sample.rollout}"
+        for one in measured
+    }
+    keys: list[tuple[dict[Any, str], Callable[[Measured], Any]]] = [
+        (ages, lambda one: one.sample.age),
+        ({one.sample.engine: f"engine {one.sample.engine}" for one in measured if one.sample.engine}, lambda one: one.sample.engine),
+    ]
+    for names, key in keys:
+        for value, whose in names.items():
+            inside = [one.numbers for one in measured if key(one) == value]
+            outside = [one.numbers for one in measured if key(one) != value]
+            if min(sum(map(len, inside)), sum(map(len, outside))) < ENOUGH:
+                continue
+            level, others = (_without_largest(torch.cat(side)) for side in (inside, outside))
+            if level > USUAL and level > BETWEEN * others:
+                return Uneven(whose, level, others)
+    return None
+
+
 def by_text(samples: Sequence[Sample], scored: Sequence[Scored]) -> list[Measured]:
     """Responses by their text: -log p of each token against the entropy of the distribution it should have been drawn from."""
     found = []
@@ -151,10 +186,29 @@ def pattern(measured: Sequence[Measured]) -> Pattern | None:
         found = rule(bad, good)
         if found is not None:
             return found
+    return _of_some(bad, good) or Pattern(
+        "every", ("" if good else _onset(bad)) or "from the first tokens on", {"wrong": len(bad), "of": len(measured)}
+    )
+
+
+def parted(measured: Sequence[Measured]) -> Pattern:
+    """What responses that are marked bad have in common by what the dump says of them, whatever their numbers."""
+    bad = [one for one in measured if one.bad]
+    good = [one for one in measured if not one.bad]
+    found = next((one for rule in (_by_engine, _by_age, _by_cache) if (one := rule(bad, good))), None)
+    return found or Pattern("some", _nothing(len(bad)), {"wrong": len(bad), "of": len(measured)})
+
+
+def _nothing(bad: int) -> str:
+    return f"and nothing in the dump tells {verb(bad, 'it', 'them')} from the others"
+
+
+def _of_some(bad: Sequence[Measured], good: Sequence[Measured]) -> Pattern | None:
+    """Far from all others, and alike in nothing that is known."""
     single = all(bool((one.signal > FAR).any()) for one in bad) and not bad[0].text
     if good and (single or min(one.apart for one in bad) > BETWEEN * max(one.apart for one in good)):
-        return Pattern("some", "and nothing in the dump tells them from the others", {"wrong": len(bad), "of": len(measured)})
-    return Pattern("every", ("" if good else _onset(bad)) or "from the first tokens on", {"wrong": len(bad), "of": len(measured)})
+        return Pattern("some", _nothing(len(bad)), {"wrong": len(bad), "of": len(bad) + len(good)})
+    return None
 
 
 def _onset(bad: Sequence[Measured]) -> str:

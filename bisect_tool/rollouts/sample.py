@@ -24,6 +24,8 @@ class Sample:
     versions  weight versions that took part                rollout   number of the rollout (or step)
     engine    which engine or DP rank                       cached    prompt tokens that came from a prefix cache
     drafted   for each response token, whether a draft proposed it (None: not said)
+    masked    response tokens that the loss mask leaves out
+    complete  whether the dump says that it ended by itself (None: not said)
     """
 
     where: str
@@ -40,6 +42,8 @@ class Sample:
     engine: str = ""
     cached: int | None = None
     drafted: tuple[bool, ...] | None = None
+    masked: frozenset[int] = frozenset()
+    complete: bool | None = None
 
     @property
     def length(self) -> int:
@@ -79,7 +83,14 @@ def made(
         if said and mask is not None and name == "decode":  # a tool's tokens were not generated: the dump fills in zeros
             said = tuple(one if keep else None for one, keep in zip(said, mask, strict=True))
         found[name] = said
-    return Sample(where, row, start, **found, **more)
+    left_out = frozenset(k for k, keep in enumerate(mask or ()) if not keep)
+    return Sample(where, row, start, **found, **more, masked=left_out)
+
+
+def ended(said: Any) -> bool | None:
+    """Whether a finish reason or a status is one of a response that ended by itself; None for what is neither that nor its opposite."""
+    word = str(said.get("type") if isinstance(said, dict) else said).lower()
+    return True if word in ("stop", "completed", "eos") else False if word in ("length", "truncated", "abort", "aborted") else None
 
 
 def ids_of(values: Any, where: str) -> tuple[int, ...]:

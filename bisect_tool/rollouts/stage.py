@@ -16,7 +16,8 @@ from bisect_tool.faults import Fault, Finding, Relation
 from bisect_tool.hf_directory import open_hf
 from bisect_tool.judge import EXACT, Verdict
 from bisect_tool.report import STAGES, Report, StageResult, not_run, timed
-from bisect_tool.rollouts import activations, engine, sync, tokens
+from bisect_tool.rollouts import activations, endings, engine, sync, tokens
+from bisect_tool.rollouts.bench import Bench
 from bisect_tool.rollouts.evidence import Evidence
 from bisect_tool.rollouts.gather import Gathered, TextOrIds, gather
 from bisect_tool.rollouts.known import Known
@@ -48,6 +49,8 @@ def judge_engine(found: Gathered, known: Known, result: StageResult, candidate: 
         known = activations.judge(found, known, candidate, result, open_questions)
     if found.samples:
         _tokens(found.samples, found.tokenizer, found.dims, result)
+        end = found.tokenizer.loaded.end if found.tokenizer.there else None
+        endings.judge(found.samples, endings.stops(found.directory.path, found.directory.config, end), result, open_questions)
         shown = _responses(found, known, result, open_questions)
     result.notes += [f"open: {one}" for one in open_questions]
     shown = shown or activations.SHOWN in result.notes
@@ -164,7 +167,7 @@ def _responses(found: Gathered, known: Known, result: StageResult, open_question
     scored = score(reference, samples, found.dims.vocabulary, asked.progress)
     given = {side: score(model, samples, found.dims.vocabulary, asked.progress) for side, model in known.models.items()}
     others = [{side: views[i] for side, views in given.items()} for i in range(len(samples))]
-    judged = engine.Bench(samples, scored, others, reference, found.tokenizer.text, known).judge()
+    judged = engine.Questions(Bench(samples, scored, others, reference), found.tokenizer.text, known).judge()
     result.faults += judged.faults
     result.notes += judged.notes
     result.skipped += judged.skipped

@@ -27,6 +27,7 @@ PROMPTS = (
     "12+34=", "7+8=", "60+41=101;9+9=", "3+4=7;55+5=", "88+1=89;10+10=20;5+6=", "91+8=99;13+77=90;28+39=", "64+2=",
     "70+21=91;36+52=88;1+1=2;4+4=8;20+30=",
 )  # fmt: skip
+END = 2
 Fault = Callable[[torch.nn.Module], AbstractContextManager[None]]
 
 
@@ -209,7 +210,7 @@ def slime_sample(row: Row, index: int, **more: Any) -> dict[str, Any]:
     """What slime's Sample.to_dict() gives."""
     return {
         "group_index": index // 2, "index": index, "prompt": row.text, "tokens": list(row.tokens), "response": "", "response_length": len(row.answer),
-        "label": None, "reward": 1.0, "loss_mask": None, "weight_versions": ["1"], "rollout_log_probs": list(row.logs), "status": "completed",
+        "label": None, "reward": 1.0, "loss_mask": None, "weight_versions": ["1"], "rollout_log_probs": list(row.logs), "status": "completed" if row.answer[-1] == END else "truncated",
         "metadata": {}, "train_metadata": None, "spec_info": {"spec_accept_token_num": 0, "spec_draft_token_num": 0, "spec_verify_ct": 0},
         "prefix_cache_info": {"cached_tokens": 0, "total_prompt_tokens": row.start}, **row.more, **more,
     }  # fmt: skip
@@ -239,9 +240,9 @@ def lines(path: Path, rows: Sequence[Row]) -> Path:
     return path
 
 
-def judged(out: Path, *arguments: str | Path) -> tuple[int, dict[str, Any]]:
+def judged(out: Path, *arguments: str | Path, reference: Path = MODEL) -> tuple[int, dict[str, Any]]:
     """Exit code and report of `bisect-tool rollout` on the tiny model."""
-    code = run(["rollout", "--reference", str(MODEL), *map(str, arguments), "--out", str(out)])
+    code = run(["rollout", "--reference", str(reference), *map(str, arguments), "--out", str(out)])
     page: dict[str, Any] = json.loads((out / "report.json").read_text())
     return code, page
 

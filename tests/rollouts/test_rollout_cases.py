@@ -346,7 +346,7 @@ def test_a_mixed_sample_is_said_to_be_so_and_is_no_mismatch(engine: Engine, rows
     far = mixed.with_logs([log - 1.5 for log in mixed.logs])
     code, page = judged(tmp_path / "out", "--rollout", slime_dump(tmp_path / "0.pt", [*rows[1:], far]))
     assert (code, page["faults"]) == (0, [])
-    assert [one["what"] for one in page["stages"][4]["skipped"]] == ["log-probs of 1 responses"]
+    assert [one["what"] for one in page["stages"][4]["skipped"]] == ["log-probs of 1 response"]
     assert "mixed" in page["stages"][4]["skipped"][0]["why"]
 
 

@@ -6,13 +6,14 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import foreign_dumps
 import pytest
 import torch
-from engine_room import MODEL, ROOT, Engine, experts_mod, fault_of, halves_swapped, rewritten, said, slime_dump, times
+from engine_room import END, MODEL, ROOT, Engine, experts_mod, fault_of, halves_swapped, rewritten, said, slime_dump, times
 from safetensors.torch import load_file, save_file
 from written import Errors, Written
 
@@ -101,6 +102,26 @@ def test_w08_is_of_the_engine_where_the_weights_stage_cleared_the_conversion(eng
     assert (code, [fault_of(one)[0] for one in page["faults"]]) == (1, ["rollout"])
     assert "the conversion" in clears(page)
     assert f"--candidate {GOOD} --rollout {dump} --hashes ENGINE_HASHES" in page["first"]["next"]
+
+
+def test_a_temperature_of_some_responses_is_found_where_everything_else_agrees(engine: Engine, tmp_path: Path) -> None:
+    hot = engine.generate(temperature=0.8)
+    made = [hot[i] if i in (1, 4, 6) else row for i, row in enumerate(engine.generate())]
+    code, page = climbed(
+        tmp_path / "out", "--candidate", GOOD, "--rollout", slime_dump(tmp_path / "0.pt", made), "--stages", "weights,engine"
+    )
+    assert (code, [fault_of(one) for one in page["faults"]]) == (1, [("rollout-config", [], "lm_head", [], ["reference", "engine"])])
+    assert page["first"]["relation"]["detail"]["wrong"] == 3 and page["stages"][2]["verdict"] == "agrees"
+
+
+def test_a_masked_stop_token_keeps_the_run_from_agreeing(engine: Engine, tmp_path: Path) -> None:
+    made = [replace(row, tokens=(*row.tokens[:-1], END)) for row in engine.generate()]
+    made = [row.with_logs(engine.score(row.tokens)[row.start :].tolist()).plus(loss_mask=[1] * 19 + [0]) for row in made]
+    code, page = climbed(
+        tmp_path / "out", "--candidate", GOOD, "--rollout", slime_dump(tmp_path / "0.pt", made), "--stages", "weights,engine"
+    )
+    assert (code, page["verdict"], page["faults"]) == (125, "incomparable", [])
+    assert "open: 8 of 8 responses end with a stop token that the loss mask leaves out" in said(page)
 
 
 def test_an_engine_fault_beside_a_conversion_fault_is_a_second_one(engine: Engine, faulty: Path, tmp_path: Path) -> None:
