@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, fields
+from io import StringIO
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -124,8 +126,8 @@ def _scored(rule: Rule, dtype: str, severity: str, located: Located, findings: M
 COVERING = {"tp2sp": ("fp32", "bf16"), "pp2": ("fp32",), "ep4": ("fp32", "bf16"), "tp2ep2": ("fp32",), "tp4": ("fp32",), "vpp2": ("fp32",)}
 
 
-def score_catalogue(unders: tuple[str, ...] = tuple(COVERING)) -> list[Score]:
-    """A covering set of the drill's cells: every fault under every one of `unders`."""
+def score_catalogue(layout: str, unders: tuple[str, ...] = tuple(COVERING)) -> list[Score]:
+    """A covering set of the drill's cells: every fault under every one of `unders`; of those, what is in one checkpoint layout."""
     from matrix import cells
     from workshop import Workshop
 
@@ -135,7 +137,7 @@ def score_catalogue(unders: tuple[str, ...] = tuple(COVERING)) -> list[Score]:
         workshop = Workshop(Path(name))
         for made, at, absent in cells():
             chosen = at.under in unders and at.dtype in COVERING[at.under] and not absent and not made.unseen(at)
-            if chosen and turn.setdefault((made.plant, at.under), next(turns)) == at.layout:
+            if chosen and turn.setdefault((made.plant, at.under), next(turns)) == at.layout == layout:
                 scores.append(_judged(made, at, workshop, Path(name)))
     return scores
 
@@ -147,7 +149,8 @@ def _judged(made: Any, at: Any, workshop: Any, folder: Path) -> Score:
     case = case_of(made, at)
     candidate = workshop.faulty(case.layout, case.written, *case.faults)
     flags = [str(candidate / flag) if flag == "patch.py" else flag for flag in case.flags]
-    _, page = judge(candidate, folder / f"report-{case.id}", case.under, *flags)
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+        _, page = judge(candidate, folder / f"report-{case.id}", case.under, *flags)
     found = [verdict_of(fault) for fault in (page["minor"] if made.minor else page["faults"])]
     wanted = made.expected(at)
     right = {}

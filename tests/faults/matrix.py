@@ -144,8 +144,11 @@ FAULTS = (
     Cells("N04", norms(lambda _: True), unseen=in_fp32("an epsilon of 1e-5 instead of 1e-6 moves a norm by less than bf16 rounds")),
     Cells("L01", second_stage("conversion", "other-layer"), "pp2"),
     Cells(
-        "L01-run", second_stage("parallel", None),
-        absent=lambda at: "" if at.run.pp > 1 and not at.run.pp_layers else "only even pipeline stages can forget their offset",
+        "L01-run", second_stage("parallel", None), "pp2",
+        absent=lambda at: (
+            "" if at.run.pp > 1 and at.run.vpp == 1 and not at.run.pp_layers
+            else "only pipeline stages of the same kinds of layers can take each other's: neither uneven nor virtual ones do"
+        ),
     ),
     Cells(
         "A01",
