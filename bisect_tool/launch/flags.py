@@ -181,7 +181,7 @@ class CommandLine:
 
     def _stray(self, word: Word, after_flag: bool) -> None:
         """A word that belongs to no flag of ours: nothing to us, unless it may hold flags."""
-        if after_flag or not word.unknown or not word.text.startswith("$"):
+        if not word.unknown or not word.text.startswith("$") or (after_flag and not word.text.endswith("[@]}")):
             return
         if not word.unset:
             raise refuse(word.where, f"{word.text} may hold flags, and its value is not known: {word.unknown}")

@@ -75,8 +75,7 @@ def _bash(path: Path, given: Mapping[str, str]) -> Launch:
     if not listed:
         missing = f"; {shell.missing[0]}, which is not there" if shell.missing else ""
         raise UsageError(f"{path}: no command line and no list in it has a Megatron flag{missing}", hint=HINT)
-    words = [word for value in listed.values() for word in value]
-    launch = _launched(path, "bash lists", words, whole=False)
+    launch = _launched(path, "bash lists", _together(listed), whole=False)
     notes.append(f"no command line: the flags are those of {', '.join(listed)}")
     return replace(launch, notes=[*notes, *launch.notes])
 
@@ -134,15 +133,44 @@ def _flag_file(path: Path, text: str) -> Launch:
 def _python(path: Path, text: str, given: Mapping[str, str]) -> Launch:
     script = Script(path, given)
     script.run(text)
-    if not script.lists:
+    commands = list({(one.where, tuple(one.words)): one for one in script.commands}.values())
+    with_flags = [one for one in commands if one.words]
+    started = [one for one in with_flags if one.starts] or (with_flags if len(with_flags) == 1 else [])
+    if started:
+        command = started[-1]
+        others = ", ".join(str(one.where) for one in started[:-1])
+        more = [f"{len(started)} commands carry Megatron flags ({others} and {command.where}); the last one is read"] if others else []
+        words = _after_ray(command.words)
+        launch = _launched(path, "Python lists", words, whole=not words[0].text.startswith("-"))
+        return replace(launch, notes=[*more, f"the flags are those of the call in {command.where}", *launch.notes])
+    listed = {name: words for name, words in dict(script.lists).items() if words}
+    if not listed:
         raise UsageError(f"{path}: no list in it has a Megatron flag", hint=HINT)
-    name, best = max(reversed(script.lists), key=lambda one: shapes(one[1]))
+    name, best = max(reversed(listed.items()), key=lambda one: shapes(one[1]))
     held = set(best)
-    apart = [(other, words) for other, words in dict(script.lists).items() if other != name and not held.issuperset(words)]
-    words = [*best, *(word for _, more in apart for word in more)]
-    launch = _launched(path, "Python lists", words, whole=not apart and not best[0].text.startswith("-"))
-    notes = [f"the flags are those of {', '.join([name, *(other for other, _ in apart)])}"]
+    apart = {other: words for other, words in listed.items() if other != name and not held.issuperset(words)}
+    for one in (name, *apart):
+        if (behind := script.behind.get(one)) is not None and behind.at is not None:
+            raise refuse(behind.at, behind.lost)
+    if (unread := next((one for one in commands if not one.words), None)) is not None:
+        raise refuse(unread.where, "the command that is run here is not known, and whether it has these lists is not either")
+    launch = _launched(path, "Python lists", _together({name: best} | apart), whole=not apart and not best[0].text.startswith("-"))
+    notes = [f"the flags are those of {', '.join([name, *apart])}"]
     return replace(launch, notes=[*notes, *launch.notes])
+
+
+def _together(lists: Mapping[str, Sequence[Word]]) -> list[Word]:
+    """Lists that no command joins.  Raises UsageError where two give a flag otherwise: which comes last is not known."""
+    said: dict[str, tuple[str, Any]] = {}
+    for name, words in lists.items():
+        line = CommandLine().read(words)
+        for arg, value in line.args.items():
+            before, other = said.setdefault(arg, (name, value))
+            if before != name and other != value:
+                raise refuse(
+                    line.said[arg], f"{name} has {arg} {value}, {before} has {other}, and nothing here says which is used, or comes last"
+                )
+    return [word for words in lists.values() for word in words]
 
 
 def _json(path: Path, text: str) -> Launch:
