@@ -55,7 +55,7 @@ def _bash(path: Path, given: Mapping[str, str]) -> Launch:
     shell = Shell(path, given=given)
     shell.run()
     lines = [one for one in shell.commands if shapes(one.words) or hydra.shapes(one.words)]
-    notes = list(shell.notes)
+    notes = [*shell.notes, *(f"{line}, which is not there: what it would set is not known" for line in shell.missing)]
     if lines:
         command = lines[-1]
         if len(lines) > 1:
