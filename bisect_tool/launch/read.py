@@ -65,6 +65,9 @@ def _bash(path: Path, given: Mapping[str, str]) -> Launch:
         launch = _launched(path, "bash script", words)
         return replace(launch, notes=[*notes, *launch.notes])
     for one in reversed(shell.commands):
+        apart = next((word for word in one.words if word.unset and isinstance(shell.variables.get(word.text.strip("${}[@*]")), list)), None)
+        if apart is not None:
+            raise refuse(one.where, f"{apart.text} is a list, and no list is given to a shell that is started")
         hidden = next((word for word in one.words if word.unknown and not word.unset and word.text.startswith("${")), None)
         if hidden is not None and any(PROGRAM.search(word.text) or word.text == "-m" for word in one.words):
             raise refuse(one.where, f"{hidden.text} may hold the flags, and its value is not known: {hidden.unknown}")
@@ -103,9 +106,10 @@ def _launched(path: Path, kind: str, words: Sequence[Word], whole: bool = True) 
     program = words[start].text if start is not None else words[0].text if words and not words[0].text.startswith("-") else ""
     rest = words[start + 1 :] if start is not None else words
     if hydra.shapes(rest) and not shapes(rest):
-        args, said, others = hydra.read_overrides(rest)
-        notes = [f"{where}: {text} changes config.json's own value, which is not judged" for text, where in others]
-        return Launch(path, f"{kind}, Hydra overrides", args, said, notes=notes, whole=whole, unsaid="reference", program=program)
+        told = hydra.read_overrides(rest)
+        return Launch(
+            path, f"{kind}, Hydra overrides", told.args, told.said, told.unknown, whole=whole, unsaid="reference", program=program, changed=told.changed
+        )  # fmt: skip
     line = CommandLine().read(rest)
     bridged = line.args.get("megatron_to_hf_mode") == "bridge"
     return Launch(
