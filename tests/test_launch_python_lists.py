@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 from bisect_hooks.errors import UsageError
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from bisect_tool.launch.python_lists import Script
 from bisect_tool.launch.read import read_launch
@@ -96,3 +98,22 @@ def test_a_list_that_is_changed_in_place_is_refused_with_its_line(change: str, t
     file.write_text(f'A = ["--num-layers", "4", "--swiglu"]\n{change}\n')
     with pytest.raises(UsageError, match=rf"run\.py:2: .*{re.escape(change)}.*is not followed"):
         read_launch(file)
+
+
+PIECES = ["A = ", "B = A\n", '["--num-layers", "4"]', "\n", "+ A", "A += ", "A.append(", ")", "def f(x=A):\n", "  ", "return A\n", "f(A)", "if A:\n", "for x in A:\n", "[", "]", "*A", "lambda x: ",
+          "with f() as A:\n", "try:\n", "except E as A:\n", "class C:\n", "global A\n", "del A\n", "A[0]", " = 1\n", "import A\n", "x for x in A", "f'{A} --num-layers {N}'", "(A := 1)",
+          "match A:\n",
+          " case [*A]:\n",
+          "subprocess.run(A)\n", "yield A\n", "pass\n", "A, B = ", "-1", ":", "%", "== ", "not ", "@f\n", "exec('')\n", "while A:\n",
+          "os.system(\"--swiglu '\")\n", "'--num-layers $N'"]  # fmt: skip
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(st.sampled_from(PIECES), max_size=12).map("".join))
+def test_any_text_is_followed_or_refused(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+    file = tmp_path_factory.getbasetemp() / "any.py"
+    file.write_text(text)
+    try:
+        read_launch(file)
+    except UsageError as error:
+        assert "any.py" in str(error)

@@ -18,7 +18,7 @@ FLAGS = shlex.split((DATA / "launch/torchrun_35b.txt").read_text().partition("pr
 AT = FLAGS.index("--rotary-base") + 1
 LIST = f"A=({shlex.join(FLAGS)})\n"
 START = '\ntorchrun pretrain_gpt.py "${A[@]}"\n'
-PYTHON = f"import os, subprocess, sys\nA = {json.dumps(FLAGS)}\n"
+PYTHON = f"import os, shlex, subprocess, sys\nA = {json.dumps(FLAGS)}\n"
 CALL = '\nsubprocess.run(["torchrun", "pretrain_gpt.py", *A])\n'
 WRONG = '["--rotary-base", "10000"]'
 VERL = "python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2 "
@@ -60,6 +60,9 @@ REFUSED = {
     "what a command prints": (LIST + 'source <(echo "A+=(--rotary-base 10000)")' + START, "what a command prints is sourced"),
     "an element calculated": (LIST + f"((A[{AT}]=10000))" + START, "is not read"),
     "a list in another shell": (LIST + "bash -c 'torchrun pretrain_gpt.py ${A[@]}'", "no list is given to a shell"),
+    "a here-document": (LIST + "bash <<EOF\ntorchrun pretrain_gpt.py ${A[@]} --rotary-base 10000\nEOF\n", "this here-document has flags"),
+    "xargs": (LIST + 'echo --rotary-base 10000 | xargs torchrun pretrain_gpt.py "${A[@]}"\n', "xargs reads it from the outside"),
+    "a line with an unknown word": (LIST + 'tmux send-keys "torchrun pretrain_gpt.py ${A[*]} --rotary-base $(cat base)" Enter\n', "is a command line, and is not known"),
     "an element in Python": (PYTHON + f'A[{AT}] = "10000"' + CALL, f'line 3 (A[{AT}] = "10000")'),
     "an undecided if": (PYTHON + f'if os.path.exists("x"):\n    A += {WRONG}' + CALL, "is set on line 4"),
     "a loop": (PYTHON + 'for k, v in {"--rotary-base": "10000"}.items():\n    A += [k, v]' + CALL, "is set on line 4"),
@@ -93,6 +96,7 @@ AGREE = {
     "Python in functions": PYTHON.replace("A = ", "def args():\n    return ")
     + 'def run(cmd):\n    print("+", *cmd)\n    subprocess.run(cmd, check=True, env=os.environ)\n'
     'def main():\n    cmd = ["torchrun", "pretrain_gpt.py", *args(), *sys.argv[1:]]\n    run(cmd)\nif __name__ == "__main__":\n    main()\n',
+    "Python that quotes": PYTHON + 'os.system("torchrun pretrain_gpt.py " + " ".join(shlex.quote(one) for one in map(str, A)))\n',
     "Python in a branch": PYTHON + 'if os.environ.get("DRY"):\n    print(A)\nelse:\n    os.execvp("torchrun", ["torchrun", "pretrain_gpt.py", *A])\n',
     "Python lists": PYTHON + 'B = ["--context-parallel-size", "1"]\nC = ["python3", "pretrain_gpt.py"] + A + B\n',
     "verl": f"{VERL}{CONFIG}.num_experts_per_tok=8 {TRANSFORMER}.moe_router_topk=8",

@@ -294,6 +294,11 @@ def shapes(words: Sequence[Word]) -> int:
     return sum(word.text.partition("=")[0] in FLAGS for word in words)
 
 
+def says_flags(text: str) -> bool:
+    """A text of several words with flags of ours among them."""
+    return " " in text.strip() and any(one.partition("=")[0] in FLAGS for one in text.split())
+
+
 def _short(value: Any) -> str:
     text = str(value)
     return text if len(text) < 40 else f"{text[:36]} ..."

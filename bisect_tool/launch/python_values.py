@@ -12,7 +12,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-from bisect_tool.launch.flags import FLAGS, shapes
+from bisect_tool.launch.flags import FLAGS, says_flags, shapes
 from bisect_tool.launch.words import Undecided, Where, Word, refuse
 
 LONGEST = 100_000
@@ -85,7 +85,11 @@ class Values:
         if isinstance(value, str):
             return self._split(value, self.where(node)) if "--" in value else []
         words = [self.word(one, node) for one in value] if isinstance(value, list) else []
-        return [part for word in words for part in (self._split(word.text, word.where) if _is_line(word) else [word])]
+        return [
+            part
+            for word in words
+            for part in (self._split(word.text, word.where) if not word.unknown and says_flags(word.text) else [word])
+        ]
 
     def _split(self, text: str, where: Where) -> list[Word]:
         """A text as a shell splits it; its variables are the shell's."""
@@ -319,6 +323,10 @@ class Values:
                 )
             case ast.Call(func=ast.Attribute(value=value, attr="join"), args=[argument]):
                 return str(self._plain(value)).join([self.hole(self.word(one, argument)) for one in self._known(argument)])
+            case ast.Call(func=ast.Name(id="map"), args=[ast.Name(id="str"), argument]) if "str" not in self.names:
+                return Held(self.word(one, argument) for one in self._known(argument))
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="shlex"), attr="quote"), args=[argument]):
+                return shlex.quote(str(self._plain(argument)))
             case ast.Call(func=ast.Attribute(value=ast.Name(id="shlex"), attr="split"), args=[argument]):
                 return Held(self._split(str(self._plain(argument)), self.where(node)))
             case ast.Call(func=ast.Attribute(value=value, attr="split"), args=[]):
@@ -342,11 +350,6 @@ class Values:
 def _copied(value: Any) -> Any:
     """Another list of the same words."""
     return Held(value) if isinstance(value, list) else value
-
-
-def _is_line(word: Word) -> bool:
-    """A word that is a command line of its own, as `bash -c` takes it."""
-    return not word.unknown and " " in word.text.strip() and any(one.partition("=")[0] in FLAGS for one in word.text.split())
 
 
 def says_flag(node: ast.AST) -> bool:

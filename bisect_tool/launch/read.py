@@ -13,7 +13,7 @@ import yaml
 from bisect_hooks.errors import UsageError, first_line
 
 from bisect_tool.launch import hydra
-from bisect_tool.launch.flags import CommandLine, shapes
+from bisect_tool.launch.flags import CommandLine, says_flags, shapes
 from bisect_tool.launch.launch import Launch
 from bisect_tool.launch.names import megatron_args
 from bisect_tool.launch.python_lists import Script
@@ -61,9 +61,12 @@ def _bash(path: Path, given: Mapping[str, str]) -> Launch:
         if len(lines) > 1:
             others = ", ".join(str(one.where) for one in lines[:-1])
             notes.append(f"{len(lines)} commands carry Megatron flags ({others} and {command.where}); the last one is read")
-        words = _after_ray(command.words)
+        words = [*_after_ray(command.words), *_piped(command.words)]
         launch = _launched(path, "bash script", words)
         return replace(launch, notes=[*notes, *launch.notes])
+    for text in shell.documents:
+        if says_flags(text.text):
+            raise refuse(text.where, "this here-document has flags, and what is done with it is not followed")
     for one in reversed(shell.commands):
         apart = next((word for word in one.words if word.unset and isinstance(shell.variables.get(word.text.strip("${}[@*]")), list)), None)
         if apart is not None:
@@ -81,6 +84,12 @@ def _bash(path: Path, given: Mapping[str, str]) -> Launch:
     launch = _launched(path, "bash lists", _together(listed), whole=False)
     notes.append(f"no command line: the flags are those of {', '.join(listed)}")
     return replace(launch, notes=[*notes, *launch.notes])
+
+
+def _piped(words: Sequence[Word]) -> list[Word]:
+    """`xargs command`: the words that it reads are given to the command too."""
+    found = next((word for word in words if word.text.rpartition("/")[2] == "xargs"), None)
+    return [] if found is None else [Word("${...[@]}", found.where, "xargs reads it from the outside")]
 
 
 def _after_ray(words: Sequence[Word]) -> Sequence[Word]:

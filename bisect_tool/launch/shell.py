@@ -65,6 +65,7 @@ class Shell:
     missing: list[str] = field(default_factory=list)
     output: list[str] | None = None
     files: list[Path] = field(default_factory=list)
+    documents: list[Raw] = field(default_factory=list)
     marks: dict[str, str] = field(default_factory=dict)
     locals: list[dict[str, tuple[Value | None, str]]] = field(default_factory=list)
     substituted: bool | None = True
@@ -85,7 +86,9 @@ class Shell:
 
     def read(self, text: str, file: Path, first_line: int = 1) -> bool | None:
         """Follows a script's text in this state."""
-        body = Reader(text, file, first_line).script()
+        reader = Reader(text, file, first_line)
+        body = reader.script()
+        self.documents += reader.documents
         self.files.append(file)
         with self.deeper(Where(file, first_line)):
             status = self.all(body)
@@ -385,7 +388,7 @@ class Shell:
                 return None
         if self.output is not None:
             raise Undecided(f"{name} is not run")
-        script = _inner_script(words)
+        script = shell_builtins.inner_script(words)
         if script is not None:  # bash -c "...": another shell follows the same text, and its variables stay there
             with suppress(Leave):
                 exported(self.copy(), node.assigns).read(script, node.where.file, node.where.line)
@@ -406,11 +409,3 @@ class Shell:
                 return None
             finally:
                 self.arguments = outside
-
-
-def _inner_script(words: list[Word]) -> str | None:
-    """The text that `bash -c` is given, wherever in a command it stands."""
-    for shell, option, script in zip(words, words[1:], words[2:], strict=False):
-        if shell.text.rpartition("/")[2] in ("bash", "sh") and option.text in ("-c", "-lc", "-xc", "-ec") and not script.unknown:
-            return script.text
-    return None

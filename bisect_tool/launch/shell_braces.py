@@ -7,11 +7,14 @@ import re
 from pathlib import Path
 
 from bisect_tool.launch.shell_lexer import Lexer
+from bisect_tool.launch.words import Undecided
+
+MOST = 1 << 18
 
 
 def braces(text: str) -> list[str]:
-    """`a{1..3}`, `{x,y}` and what is made of them.  Braces that bash would not expand stay as they are."""
-    for start in _unquoted(text, "{"):
+    """`a{1..3}`, `{x,y}` and what is made of them.  Braces that bash would not expand stay as they are.  Raises Undecided: too many."""
+    for start in _unquoted(text, "{") if "{" in text else []:
         end, commas = _closing(text, start)
         if end < 0:
             continue
@@ -22,12 +25,11 @@ def braces(text: str) -> list[str]:
         else:
             parts = _sequence(inside)
         if parts:
-            return [text[:start] + one for part in parts for one in _joined(braces(part), braces(text[end + 1 :]))]
+            inner, rests = [one for part in parts for one in braces(part)], braces(text[end + 1 :])
+            if len(inner) * len(rests) > MOST:
+                raise Undecided(f"its braces make more than {MOST} words")
+            return [text[:start] + one + rest for one in inner for rest in rests]
     return [text]
-
-
-def _joined(parts: list[str], rests: list[str]) -> list[str]:
-    return [part + rest for part in parts for rest in rests]
 
 
 def _unquoted(text: str, chars: str) -> list[int]:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bisect_tool.launch.flags import FLAGS, says_flags
 from bisect_tool.launch.shell_assign import NAMED, forget_set, put_named, without_element
 from bisect_tool.launch.shell_tests import Condition
 from bisect_tool.launch.shell_words import LONGEST
@@ -302,3 +303,16 @@ BUILTINS: dict[str, Builtin] = {
     "export": _nothing(True), "declare": _nothing(True), "typeset": _nothing(True), "local": _nothing(True), "readonly": _nothing(True),
     "shopt": _shopt, "trap": _trap, "wait": _nothing(None), "ulimit": _nothing(None), "umask": _nothing(None),
 }  # fmt: skip
+
+
+def inner_script(words: list[Word]) -> str | None:
+    """The text that `bash -c` is given, wherever in a command it stands; any word that is a command line with flags is one too."""
+    for shell, option, script in zip(words, words[1:], words[2:], strict=False):
+        if shell.text.rpartition("/")[2] in ("bash", "sh") and option.text in ("-c", "-lc", "-xc", "-ec") and not script.unknown:
+            return script.text
+    line = next((word for word in words if says_flags(word.text)), None)
+    if line is None or any(word.text.partition("=")[0] in FLAGS for word in words):
+        return None
+    if line.unknown:
+        raise refuse(line.where, f"{line.text[:60]} is a command line, and is not known: {line.unknown}")
+    return line.text

@@ -72,7 +72,11 @@ class Field:
 def expand(raw: Raw, scope: Scope, split: bool = True) -> list[Word]:
     """The arguments that one word becomes.  `split` is off in assignments and `[[ ]]`, where bash does not split."""
     found: list[Word] = []
-    for one in braces(raw.text) if split else [raw.text]:
+    try:
+        texts = braces(raw.text) if split else [raw.text]
+    except Undecided as undecided:
+        raise refuse(raw.where, undecided.why) from None
+    for one in texts:
         found += _Expansion(one, raw.where, scope, split).words()
     if sum(len(word.text) for word in found) > LONGEST:
         raise refuse(raw.where, f"this word grows beyond {LONGEST} characters")
