@@ -50,11 +50,22 @@ def test_the_last_counts_and_a_tilde_takes_away() -> None:
     assert read_overrides(words(f"+{key}=8", f"~{key}=")).args == {}
 
 
-@pytest.mark.parametrize("key", ["", "model_config.", "text_config."])
-def test_overrides_of_config_json_are_kept_apart(key: str) -> None:
-    found = read_overrides(words(f"+actor_rollout_ref.model.override_config.{key}num_hidden_layers=4"))
-    assert found.changed == {"num_hidden_layers": (4, HERE)} and found.args == {}
-    assert read_overrides(words("+actor_rollout_ref.model.override_config={num_hidden_layers:4}")).changed == found.changed
+@pytest.mark.parametrize(
+    ("key", "place"),
+    [
+        ("num_hidden_layers", "num_hidden_layers"),
+        ("model_config.num_hidden_layers", "num_hidden_layers"),
+        ("text_config.num_hidden_layers", "text_config.num_hidden_layers"),
+    ],
+)
+def test_overrides_of_config_json_are_kept_apart(key: str, place: str) -> None:
+    found = read_overrides(words(f"+actor_rollout_ref.model.override_config.{key}=4"))
+    assert found.changed == {place: (4, HERE)} and found.args == {}
+
+
+def test_overrides_of_config_json_may_come_at_once() -> None:
+    found = read_overrides(words("+actor_rollout_ref.model.override_config={num_hidden_layers:4}"))
+    assert found.changed == {"num_hidden_layers": (4, HERE)}
 
 
 def test_names_that_nobody_knows_are_said() -> None:

@@ -311,7 +311,7 @@ def inner_script(words: list[Word]) -> str | None:
         if shell.text.rpartition("/")[2] in ("bash", "sh") and option.text in ("-c", "-lc", "-xc", "-ec") and not script.unknown:
             return script.text
     line = next((word for word in words if says_flags(word.text)), None)
-    if line is None or any(word.text.partition("=")[0] in FLAGS for word in words):
+    if line is None or any(word.text.partition("=")[0] in FLAGS or word.text.endswith(".py") for word in words):
         return None
     if line.unknown:
         raise refuse(line.where, f"{line.text[:60]} is a command line, and is not known: {line.unknown}")
