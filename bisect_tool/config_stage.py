@@ -11,13 +11,14 @@ from bisect_hooks.errors import UsageError
 from bisect_hooks.family import CheckpointLayout, Dimensions, Family, family_of
 
 from bisect_tool import config_check, launch_check, serving
-from bisect_tool.args import plain
+from bisect_tool.args import SIZES, plain
 from bisect_tool.faults import Fault, Finding, group
 from bisect_tool.fitting import Fit, fit
 from bisect_tool.hf_directory import read_config
 from bisect_tool.judge import Verdict
 from bisect_tool.launch.launch import Launch
 from bisect_tool.launch.read import read_launch
+from bisect_tool.model_args import every_setting
 from bisect_tool.report import STAGES, Report, StageResult, not_run
 
 
@@ -89,7 +90,7 @@ def judge_words(
         result.cleared += served.cleared
     result.faults = grouped(findings)
     result.minor = grouped(minor)
-    result.verdict = Verdict.DIFFERS if findings else Verdict.AGREES
+    result.verdict = Verdict.DIFFERS if findings else Verdict.INCOMPARABLE if said.pop("undecided", False) else Verdict.AGREES
     return said
 
 
@@ -110,7 +111,9 @@ def _words(family: Family, config: Mapping[str, Any], words: Words, result: Stag
         launch = Launch(Path(), "checkpoint's args", dict(checkpoint), {})
         args = {**checkpoint, **family.read_by_spec(checkpoint, config)}
         mismatches, compared = config_check.compare_settings(family, config, args, layout)
-        result.notes.append(f"{compared} settings compared")
+        result.notes += [
+            f"{compared} settings compared", *launch_check.kept_not_judged(checkpoint, every_setting(family, config, layout))
+        ]  # fmt: skip
     else:
         said["launch"] = f"{launch.path} ({launch.kind}{f', starts {launch.program}' if launch.program else ''})"
         judged = launch_check.judge(family, config, launch, checkpoint)
@@ -118,6 +121,10 @@ def _words(family: Family, config: Mapping[str, Any], words: Words, result: Stag
         result.notes += [f"{judged.compared} settings compared", *judged.notes]
         result.skipped += judged.skipped
         result.cleared += judged.cleared
+        sizes = any(launch.args.get(name) is not None for name in SIZES.values())
+        if not judged.compared and not sizes:
+            result.skipped.append(("the model", "the launch says nothing of it that could be compared"))
+        said["undecided"] = judged.undecided or not (judged.compared or sizes)
     layout = layout or launch_check.layout_of(launch.args, launch.spec)
     of = "conversion" if launch.converts or not launch.said else "run"
     fitted = fit(launch.args, dims, layout)  # by the sizes of config.json: one that is wrong is a finding of its own

@@ -34,10 +34,10 @@ class Fit:
 
 def fit(args: Mapping[str, Any], dims: Dimensions, layout: CheckpointLayout) -> Fit:
     """The layout that args ask for.  Sizes that are not given are 1, expert tensor parallel that of tensor parallel."""
-    if not any(args.get(name) for name in SIZES.values()):
+    if all(args.get(name) is None for name in SIZES.values()):
         return Fit()
     found = Fit()
-    read = Args({name: value or None for name, value in args.items()})
+    read = Args(args)
     sizes = {axis: read.number(name, 1) for axis, name in SIZES.items()}
     sizes["etp"] = read.number(SIZES["etp"], sizes["tp"])
     small = next((axis for axis, size in sizes.items() if size < 1), None)

@@ -26,6 +26,7 @@ from bisect_tool.hf_directory import HuggingFaceDirectory
 from bisect_tool.judge import Verdict
 from bisect_tool.launch.launch import Launch
 from bisect_tool.launch.read import read_launch
+from bisect_tool.model_args import every_setting
 from bisect_tool.prompts import Batch, make_batch, read_prompts
 from bisect_tool.ranks import WORLDS
 from bisect_tool.report import STAGES, Report, StageResult, not_run, timed
@@ -281,7 +282,8 @@ def config_stage(job: Job, result: StageResult, *_: Any) -> None:
     parallel = job.written_under or Parallel()
     of = "conversion" if job.written_under else "unknown"
     result.faults = job.explained(config_check.findings(mismatches, parallel, of, job.dims.layers))
-    result.notes.append(f"{count} settings compared")
+    settings = every_setting(job.family, job.reference.config, job.candidate.layout)
+    result.notes += [f"{count} settings compared", *launch_check.kept_not_judged(plain(job.candidate.args), settings)]
     if not mismatches:
         result.cleared.append(("the checkpoint's args", f"{count} settings are those of config.json"))
     result.probes = [one.shown for one in mismatches]

@@ -5,14 +5,16 @@ A flag that changes the model and differs is a finding.  One that differs and ch
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from bisect_hooks.errors import UsageError
 from bisect_hooks.family import CheckpointLayout, Dimensions, Family, Setting
+from bisect_hooks.site import Site
 
 from bisect_tool.config_check import Mismatch, short
-from bisect_tool.launch.flags import FLAGS, harmless, nearest
+from bisect_tool.launch.flags import FLAGS, UNJUDGED, harmless, harmless_arg, nearest
 from bisect_tool.launch.launch import Launch
 from bisect_tool.model_args import PATTERNS, every_setting, held, narrowed
 
@@ -24,17 +26,24 @@ KINDS = (
     "linear_value_head_dim",
     "linear_conv_kernel_dim",
 )
+MOST_SHOWN = 12
+# with these, something else than the flags says what the model is
+REPLACED = ("use_checkpoint_args", "yaml_cfg")
 SPEC_PLUGINS = ("slime_plugins", "miles_plugins")
 
 
 @dataclass
 class Judged:
-    """What the comparison found.  cleared: flags that people suspect and that change nothing here, with the reason"""
+    """What the comparison found.  cleared: flags that people suspect and that change nothing here, with the reason
+
+    undecided  something that the launch says of the model could not be compared (a skipped line says what)
+    """
 
     mismatches: list[Mismatch] = field(default_factory=list)
     compared: int = 0
     notes: list[str] = field(default_factory=list)
     skipped: list[tuple[str, str]] = field(default_factory=list)
+    undecided: bool = False
     cleared: list[tuple[str, str]] = field(default_factory=list)
 
 
@@ -49,6 +58,11 @@ def judge(family: Family, config: Mapping[str, Any], launch: Launch, checkpoint:
     dims = family.reference_dimensions(config)
     layout = layout_of(launch.args, launch.spec)
     by_spec = _read_by_spec(family, config, launch, found)
+    for arg in REPLACED:
+        if launch.args.get(arg) and checkpoint is None:
+            why = f"{launch.said[arg]} gives --{arg.replace('_', '-')}: the flags that are judged are not those that count"
+            found.skipped.append(("the model's flags", why))
+            found.undecided = True
     for setting in every_setting(family, config, layout):
         setting = _text_only(setting, config)
         given = launch.args.get(setting.arg) is not None
@@ -67,11 +81,13 @@ def judge(family: Family, config: Mapping[str, Any], launch: Launch, checkpoint:
         elif stored is not None and not setting.same(stored, setting.expected):
             against = f"; the launch says {short(value)}" if judged else ""
             found.mismatches.append(Mismatch(narrowed(setting, stored, dims), stored, True, f"the checkpoint's args say so{against}"))
+    if launch.changed:
+        _changed(family, config, launch, layout, found)
     if launch.unsaid == "reference":
         said = "what it does not say," if found.compared else "it says nothing of the model itself: that"
         found.notes.append(f"{said} the bridge reads from config.json")
     inert(launch, dims, found)
-    found.notes += [*misspelled(launch), *not_judged(launch)]
+    found.notes += [*misspelled(launch), *not_judged(launch), *kept_not_judged(checkpoint or {}, every_setting(family, config, layout))]
     if found.compared and not found.mismatches:
         found.cleared.append(
             ("norms, rotary, router, gates and sizes as they are told", f"{found.compared} settings are those of config.json")
@@ -79,6 +95,64 @@ def judge(family: Family, config: Mapping[str, Any], launch: Launch, checkpoint:
     _vocabulary(launch, dims, found)
     _mtp(launch, dims, found)
     return found
+
+
+def _changed(family: Family, config: Mapping[str, Any], launch: Launch, layout: CheckpointLayout, found: Judged) -> None:
+    """Values of config.json that the launch changes before a bridge reads it: the model is that of the changed config."""
+    dims, other, lines = family.reference_dimensions(config), dict(config), []
+    for path, (value, where) in launch.changed.items():
+        held = _at(config, path)
+        if held is not None and held == value:
+            found.compared += 1
+            found.notes.append(f"{where}: {path}={short(value)} is what config.json has")
+            continue
+        other = _with(other, _path(config, path), value)
+        lines.append(f"{path}={short(value)} ({where})")
+        try:
+            family.settings(other, layout)
+        except UsageError as error:
+            if held is None:
+                continue
+            effect = f"no model can be read of the changed config.json ({error.message})"
+            setting = Setting(path, path, held, tuple(Site("input_norm", n) for n in range(dims.layers)), effect)
+            found.mismatches.append(Mismatch(setting, value, True, str(where)))
+            return
+    if not lines:
+        return
+    said = f"config.json is changed: {', '.join(lines)}"
+    try:
+        changed = {one.arg: one.expected for one in every_setting(family, other, layout)}
+    except UsageError:
+        changed = {}
+    wrong = [one for one in every_setting(family, config, layout) if one.arg in changed and not one.same(changed[one.arg], one.expected)]
+    given = {one.setting.arg for one in found.mismatches}
+    for one in wrong:
+        found.compared += 1
+        if one.arg not in given:
+            found.mismatches.append(Mismatch(narrowed(one, changed[one.arg], dims), changed[one.arg], True, said))
+    if not wrong:
+        found.skipped.append(("config.json's own values", f"{said}; no setting that is looked at comes of it"))
+        found.undecided = True
+
+
+def _path(config: Mapping[str, Any], path: str) -> list[str]:
+    """Where a value stands in config.json: in its text model's part where there is one, unless it is beside it."""
+    parts = path.split(".")
+    nested = isinstance(config.get("text_config"), Mapping) and (parts[0] in config["text_config"] or parts[0] not in config)
+    return ["text_config", *parts] if nested else parts
+
+
+def _at(config: Mapping[str, Any], path: str) -> Any:
+    held: Any = config
+    for part in _path(config, path):
+        held = held.get(part) if isinstance(held, Mapping) else None
+    return held
+
+
+def _with(config: Mapping[str, Any], parts: Sequence[str], value: Any) -> dict[str, Any]:
+    first, *rest = parts
+    inner = config.get(first)
+    return {**config, first: _with(inner if isinstance(inner, Mapping) else {}, rest, value) if rest else value}
 
 
 def built_from(family: Family, config: Mapping[str, Any], launch: Launch, layout: CheckpointLayout) -> dict[str, Any]:
@@ -222,6 +296,27 @@ def not_judged(launch: Launch) -> list[str]:
         return []
     listed = ", ".join(f"{name} ({where})" for name, where in found.items())
     return [f"not known, not judged: {listed}; whether {'it changes' if len(found) == 1 else 'they change'} the model is not said here"]
+
+
+def kept_not_judged(args: Mapping[str, Any], settings: Sequence[Setting]) -> list[str]:
+    """Args of a checkpoint that are set, and that neither our tables nor Megatron's own arguments know, in one line."""
+    known = {setting.arg for setting in settings} | {flag.arg for flag in FLAGS.values()}
+    found = {
+        name: value
+        for name, value in args.items()
+        if name not in known
+        and not name.startswith("_")
+        and not harmless_arg(name)
+        and value not in (None, False, "", [], UNJUDGED.get(name))
+    }
+    if not found:
+        return []
+    shown = [f"{name}={short(value)}" for name, value in sorted(found.items())]
+    more = f" and {len(shown) - MOST_SHOWN} more" if len(shown) > MOST_SHOWN else ""
+    return [
+        f"not known, not judged in the checkpoint's args: {', '.join(shown[:MOST_SHOWN])}{more}; "
+        f"whether {'it changes' if len(found) == 1 else 'they change'} the model is not said here"
+    ]
 
 
 def _said(launch: Launch, flag: str) -> str:

@@ -307,6 +307,50 @@ def test_every_flag_of_the_seeds_scripts_is_known(name: str, tmp_path: Path) -> 
     assert not [note for note in notes if "not known" in note]
 
 
+# as Megatron's own parser leaves them in every checkpoint
+EVERYDAY = {
+    "adam_beta1": 0.9, "align_grad_reduce": True, "apply_query_key_layer_scaling": False, "async_tensor_model_parallel_allreduce": True,
+    "barrier_with_L1_time": True, "bias_dropout_fusion": True, "bias_swiglu_fusion": True, "ckpt_format": "torch_dist", "consumed_train_samples": 0,
+    "cp_comm_type": ["p2p"], "data_parallel_size": 1, "dino_teacher_temp": 0.07, "eval_iters": 100, "fp8": None, "fp8_amax_history_len": 1,
+    "fp8_recipe": "delayed", "hybrid_attention_ratio": 0.0, "img_h": 224, "inference_max_batch_size": 8, "inprocess_granularity": "node",
+    "iteration": 0, "kv_lora_rank": 32, "mamba_head_dim": 64, "mask_prob": 0.15, "mscale": 1.0, "num_classes": 1000, "padded_vocab_size": 96,
+    "params_dtype": "bf16", "perform_initialization": True, "rank": 0, "retro_encoder_layers": 2, "rotary_scaling_factor": 1.0, "tiktoken_num_special_tokens": 1000,
+    "torch_fsdp2_reshard_after_forward": True, "transformer_pipeline_model_parallel_size": 1, "v_head_dim": 128, "vision_backbone_type": "vit", "world_size": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kept", "said"),
+    [
+        ({}, None),
+        ({"residual_gain": 2.0}, "residual_gain=2.0; whether it changes"),
+        ({"residual_gain": 0.0, "mup": False}, None),
+        ({"fp8": "e4m3", "mup": 2}, "fp8=e4m3, mup=2; whether they change"),
+        ({f"new_{i}": 1 for i in range(14)}, "and 2 more; whether they change"),
+    ],
+)
+def test_kept_args_that_nobody_knows_are_listed(kept: dict[str, Any], said: str | None, tmp_path: Path, workshop_args: Any) -> None:
+    page = judged(tmp_path / "out", "--reference", str(TINY), "--candidate", str(workshop_args(**(EVERYDAY | kept))))
+    notes = [one for one in config_of(page)["notes"] if "not known" in one]
+    assert (page["verdict"], page["faults"], page["minor"]) == ("agrees", [], [])
+    assert len(notes) == (said is not None) and all(
+        one.startswith("not known, not judged in the checkpoint's args: ") and str(said) in one for one in notes
+    )
+
+
+def test_a_kept_size_below_one_is_refused(tmp_path: Path, workshop_args: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "config",
+        "--reference",
+        str(TINY),
+        "--candidate",
+        str(workshop_args(expert_model_parallel_size=0)),
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    assert run(arguments) == 2 and "--expert-model-parallel-size is 0: a size is at least 1" in capsys.readouterr().err
+
+
 @pytest.fixture
 def workshop_args(tmp_path: Path) -> Any:
     """Copies of the embedded checkpoint whose args say something else."""

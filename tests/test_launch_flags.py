@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from bisect_hooks.errors import UsageError
 
-from bisect_tool.launch.flags import CommandLine, nearest
+from bisect_tool.launch.flags import FLAGS, HARMLESS, CommandLine, harmless, nearest
 from bisect_tool.launch.words import Where, Word
 
 HERE = Where(Path("run.sh"), 7)
@@ -82,3 +82,24 @@ def test_misspelled_flags_have_a_nearest() -> None:
     assert nearest("--rotary-bsae") == "--rotary-base"
     assert nearest("--rotary_base") == "--rotary-base"
     assert nearest("--sglang-mem-fraction-static") is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "--use-checkpoint-args",
+        "--bias-linear",
+        "--model-parallel-size",
+        "--padded-vocab-size",
+        "--fp8-format",
+        "--q-lora-rank",
+        "--moe-router-new",
+    ],
+)
+def test_a_flag_that_may_change_the_model_is_not_harmless(name: str) -> None:
+    assert not harmless(name)
+
+
+def test_no_beginning_of_the_harmless_hides_a_flag_of_the_model() -> None:
+    hidden = {name for name in FLAGS if harmless(name)}
+    assert hidden <= {"--load", "--ref-load", "--actor-num-nodes", "--actor-num-gpus-per-node"} and HARMLESS

@@ -22,7 +22,7 @@ def test_only_the_actors_model_is_read() -> None:
         "actor_rollout_ref.ref.megatron.tensor_model_parallel_size=8",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=4",
     )
-    assert read_overrides(found)[0] == {"tensor_model_parallel_size": 2}
+    assert read_overrides(found).args == {"tensor_model_parallel_size": 2}
     assert shapes(found) == 1
 
 
@@ -38,23 +38,42 @@ def test_only_the_actors_model_is_read() -> None:
     ],
 )
 def test_values_are_hydras(name: str, text: str, value: object) -> None:
-    args, said, _ = read_overrides(words(f"+{ACTOR}override_transformer_config.{name}={text}"))
-    assert args == {name: value} and said == {name: HERE}
+    found = read_overrides(words(f"+{ACTOR}override_transformer_config.{name}={text}"))
+    assert found.args == {name: value} and found.said == {name: HERE} and found.unknown == []
+    whole = read_overrides(words(f"+{ACTOR}override_transformer_config={{{name}:{text}}}"))
+    assert whole.args == {name: value} and whole.said == {name: HERE}
 
 
 def test_the_last_counts_and_a_tilde_takes_away() -> None:
     key = f"{ACTOR}override_transformer_config.moe_router_topk"
-    assert read_overrides(words(f"+{key}=8", f"++{key}=4"))[0] == {"moe_router_topk": 4}
-    assert read_overrides(words(f"+{key}=8", f"~{key}="))[0] == {}
+    assert read_overrides(words(f"+{key}=8", f"++{key}=4")).args == {"moe_router_topk": 4}
+    assert read_overrides(words(f"+{key}=8", f"~{key}=")).args == {}
 
 
-def test_overrides_of_config_json_are_listed() -> None:
-    _, _, others = read_overrides(words("+actor_rollout_ref.model.override_config.num_hidden_layers=4"))
-    assert [text for text, _ in others] == ["+actor_rollout_ref.model.override_config.num_hidden_layers=4"]
+@pytest.mark.parametrize(
+    ("key", "place"),
+    [
+        ("num_hidden_layers", "num_hidden_layers"),
+        ("model_config.num_hidden_layers", "num_hidden_layers"),
+        ("text_config.num_hidden_layers", "text_config.num_hidden_layers"),
+    ],
+)
+def test_overrides_of_config_json_are_kept_apart(key: str, place: str) -> None:
+    found = read_overrides(words(f"+actor_rollout_ref.model.override_config.{key}=4"))
+    assert found.changed == {place: (4, HERE)} and found.args == {}
+
+
+def test_overrides_of_config_json_may_come_at_once() -> None:
+    found = read_overrides(words("+actor_rollout_ref.model.override_config={num_hidden_layers:4}"))
+    assert found.changed == {"num_hidden_layers": (4, HERE)}
+
+
+def test_names_that_nobody_knows_are_said() -> None:
+    assert read_overrides(words(f"+{ACTOR}override_transformer_config.residual_gain=2")).unknown == [("--residual-gain", HERE)]
 
 
 def test_what_is_not_known_is_refused_where_it_matters() -> None:
-    assert read_overrides([Word("data.files=${X}", HERE, "why")])[0] == {}
+    assert read_overrides([Word("data.files=${X}", HERE, "why")]).args == {}
     for word in (Word(f"{ACTOR}tensor_model_parallel_size=${{TP}}", HERE, "why"), Word("${ACTOR}", HERE, "why")):
         with pytest.raises(UsageError, match=r"run\.sh:3: .*why"):
             read_overrides([word])

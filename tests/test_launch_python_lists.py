@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from bisect_hooks.errors import UsageError
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from bisect_tool.launch.python_lists import Script
+from bisect_tool.launch.read import read_launch
 
 FILE = Path("run.py")
 IDIOMS = {
@@ -65,7 +69,8 @@ def test_nothing_is_executed(tmp_path: Path) -> None:
 
 def test_blocks_leave_their_names_unknown() -> None:
     _, found = read('L = ["--num-layers", "4"]\nfor i in range(2):\n    L.append("x")\n    N = i\nA = ["--swiglu", N, *L]').lists[-1]
-    assert "a block on line 2" in found[1].unknown and "a block on line 2" in found[2].unknown
+    assert found[1].unknown == "N is set on line 4 (N = i), which is not followed"
+    assert found[2].unknown == 'L is changed or given away on line 3 (L.append("x")), which is not followed'
 
 
 @pytest.mark.parametrize("text", ['A = ["--swiglu"', "A = (" * 300, "\0"])
@@ -88,6 +93,27 @@ def test_values_without_end_are_not_made(text: str) -> None:
 
 
 @pytest.mark.parametrize("change", ['A[1] = "61"', 'A.remove("--swiglu")', "del A[0]", "A.pop()", 'A.insert(0, "x")', "A *= 2"])
-def test_a_list_that_is_changed_in_place_is_refused_with_its_line(change: str) -> None:
-    with pytest.raises(UsageError, match=r"run\.py:2: A is changed in place"):
-        read(f'A = ["--num-layers", "4", "--swiglu"]\n{change}')
+def test_a_list_that_is_changed_in_place_is_refused_with_its_line(change: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.py"
+    file.write_text(f'A = ["--num-layers", "4", "--swiglu"]\n{change}\n')
+    with pytest.raises(UsageError, match=rf"run\.py:2: .*{re.escape(change)}.*is not followed"):
+        read_launch(file)
+
+
+PIECES = ["A = ", "B = A\n", '["--num-layers", "4"]', "\n", "+ A", "A += ", "A.append(", ")", "def f(x=A):\n", "  ", "return A\n", "f(A)", "if A:\n", "for x in A:\n", "[", "]", "*A", "lambda x: ",
+          "with f() as A:\n", "try:\n", "except E as A:\n", "class C:\n", "global A\n", "del A\n", "A[0]", " = 1\n", "import A\n", "x for x in A", "f'{A} --num-layers {N}'", "(A := 1)",
+          "match A:\n",
+          " case [*A]:\n",
+          "subprocess.run(A)\n", "yield A\n", "pass\n", "A, B = ", "-1", ":", "%", "== ", "not ", "@f\n", "exec('')\n", "while A:\n",
+          "os.system(\"--swiglu '\")\n", "'--num-layers $N'"]  # fmt: skip
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(st.sampled_from(PIECES), max_size=12).map("".join))
+def test_any_text_is_followed_or_refused(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+    file = tmp_path_factory.getbasetemp() / "any.py"
+    file.write_text(text)
+    try:
+        read_launch(file)
+    except UsageError as error:
+        assert "any.py" in str(error)

@@ -81,6 +81,7 @@ def written(tmp_path: Path, name: str, text: str) -> Path:
 def test_commands_in_other_shells_and_pipes_are_found(tmp_path: Path) -> None:
     for line in (
         'docker exec box bash -c "cd /x && torchrun train.py --num-layers 4 --swiglu"',
+        'ssh host "cd /x && torchrun train.py --num-layers 4 --swiglu"',
         "nohup torchrun train.py --num-layers 4 --swiglu 2>&1 | tee log &",
         'CMD="torchrun train.py --num-layers 4"\neval $CMD --swiglu',
         'go() { python3 train.py --num-layers $1 "${@:2}" || exit 1; }\ngo 4 --swiglu',

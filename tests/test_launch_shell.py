@@ -161,6 +161,7 @@ ENDLESS = {
     "a source of itself": "source run.sh",
     "a range": "for i in {1..999999}; do for j in {1..999999}; do :; done; done",
     "brackets": "{ " * 300,
+    "braces": "A=({1..99999}{1..99999})",
     "a list": "A=(x)\nwhile true; do A+=(${A[@]}); done",
 }
 NOT_READ = {
@@ -176,7 +177,7 @@ NOT_READ = {
 
 @pytest.mark.parametrize("what", ENDLESS)
 def test_scripts_without_end_are_refused(what: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"run\.sh:\d+: .*(goes on|grows|without end|too deeply)"):
+    with pytest.raises(UsageError, match=r"run\.sh:\d+: .*(goes on|grows|without end|too deeply|more than)"):
         followed(ENDLESS[what], tmp_path)
 
 

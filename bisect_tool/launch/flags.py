@@ -49,6 +49,22 @@ def whole(text: str) -> int | None:
     return None if text.lower() == "none" else int(text)
 
 
+def size(text: str) -> int | None:
+    """A parallel size: a whole number from 1 up, or none."""
+    found = whole(text)
+    if found is not None and found < 1:
+        raise ValueError(text)
+    return found
+
+
+KINDS: dict[Any, str] = {float: "number", size: "whole number from 1 up"}
+
+
+def kind(read: Any) -> str:
+    """What a value of a flag has to be, for a person."""
+    return KINDS.get(read, "whole number")
+
+
 Read = Callable[[str], Any]
 ON, OFF, WORDS = "on", "off", "words"
 
@@ -59,16 +75,18 @@ _SWITCHES_ON = """
     moe-pad-expert-input-to-capacity moe-router-force-load-balancing moe-apply-probs-on-input multi-latent-attention squared-relu
     openai-gelu qk-l2-norm apply-residual-connection-post-layernorm use-rotary-position-embeddings
     account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split attention-softmax-in-fp32 fp32-residual-connection
-    moe-enable-deepep quick-geglu post-self-attn-layernorm post-mlp-layernorm
+    moe-enable-deepep quick-geglu use-checkpoint-args post-self-attn-layernorm post-mlp-layernorm
 """
 _WHOLE = """
     num-layers hidden-size ffn-hidden-size num-attention-heads num-query-groups kv-channels vocab-size make-vocab-size-divisible-by
     max-position-embeddings seq-length mtp-num-layers rotary-seq-len-interpolation-factor num-experts moe-ffn-hidden-size
     moe-router-topk moe-router-num-groups moe-router-group-topk moe-shared-expert-intermediate-size linear-num-key-heads
-    linear-key-head-dim linear-num-value-heads linear-value-head-dim linear-conv-kernel-dim tensor-model-parallel-size
-    pipeline-model-parallel-size context-parallel-size expert-model-parallel-size expert-tensor-parallel-size
-    num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank decoder-first-pipeline-num-layers
+    linear-key-head-dim linear-num-value-heads linear-value-head-dim linear-conv-kernel-dim decoder-first-pipeline-num-layers
     decoder-last-pipeline-num-layers moe-latent-size moe-router-topk-limited-devices
+"""
+_SIZES = """
+    tensor-model-parallel-size pipeline-model-parallel-size context-parallel-size expert-model-parallel-size expert-tensor-parallel-size
+    num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank virtual-pipeline-model-parallel-size
     actor-num-nodes actor-num-gpus-per-node
 """
 _FRACTIONS = """
@@ -80,7 +98,7 @@ _TEXTS = """
     normalization position-embedding-type rope-type moe-router-score-function moe-router-dtype moe-token-dispatcher-type
     moe-token-drop-policy experimental-attention-variant linear-attention-type attention-backend transformer-impl softmax-type
     megatron-to-hf-mode hf-checkpoint pipeline-model-parallel-layout load ref-load
-    hybrid-override-pattern heterogeneous-layers-config-path
+    hybrid-override-pattern heterogeneous-layers-config-path yaml-cfg
 """
 
 
@@ -94,7 +112,7 @@ class Flag:
 
 def _table() -> dict[str, Flag]:
     found: dict[str, Flag] = {}
-    for names, read in ((_SWITCHES_ON, ON), (_WHOLE, whole), (_FRACTIONS, float), (_TEXTS, str)):
+    for names, read in ((_SWITCHES_ON, ON), (_WHOLE, whole), (_SIZES, size), (_FRACTIONS, float), (_TEXTS, str)):
         for name in names.split():
             found[f"--{name}"] = Flag(name.replace("-", "_"), read)
     found |= {
@@ -119,7 +137,7 @@ MAY_BE_UNKNOWN = {"hf_checkpoint", "load", "ref_load", "actor_num_nodes", "actor
 # flags that say nothing of what the model computes, by how their names begin: training, data, logging, storage, scheduling, rollouts
 _HARMLESS = """
     lr min-lr adam sgd muon weight-decay start-weight-decay end-weight-decay clip-grad optimizer decoupled use-precision-aware-optimizer
-    loss-scale initial-loss-scale min-loss-scale hysteresis override-opt use-checkpoint global-batch-size micro-batch-size rampup train-
+    loss-scale initial-loss-scale min-loss-scale hysteresis override-opt use-checkpoint-opt global-batch-size micro-batch-size rampup train-
     eval- exit- seed num-epoch num-rollout num-workers num-dataset-builder save load ckpt auto-detect-ckpt dist-ckpt async-save no-load
     no-save use-dist-ckpt use-persistent-ckpt finetune log- logging tensorboard wandb use-wandb one-logger timing-log profile
     use-pytorch-profiler record-memory memory-snapshot tokenizer vocab-file merge-file data- split dataloader mock-data eod-mask-loss
@@ -128,19 +146,58 @@ _HARMLESS = """
     use-dynamic-batch-size max-tokens-per-gpu sglang use-rollout use-slime-router actor- critic- ref- colocate offload
     update-weight recompute overlap tp-comm distributed ddp use-distributed-optimizer use-megatron-fsdp accumulate-allreduce
     grad-reduce gradient-accumulation no-gradient-accumulation calculate-per-token-loss cross-entropy check-for manual-gc cuda-graph
-    enable-cuda-graph deterministic-mode nccl use-flash-attn bias- no-bias- no-masked-softmax-fusion no-rope-fusion no-persist-layer-norm
+    enable-cuda-graph deterministic-mode nccl use-flash-attn no-bias-gelu-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-masked-softmax-fusion no-rope-fusion no-persist-layer-norm
     no-check-for-nan init-method use-cpu-initialization no-initialization moe-aux-loss-coeff moe-z-loss-coeff
     moe-router-bias-update-rate moe-router-fusion moe-router-padding moe-per-layer-logging moe-layer-recompute moe-deepep
     moe-flex-dispatcher-backend moe-hybridep delay-wgrad defer-embedding-wgrad cpu-offloading mtp-loss-scaling-factor debug- rl- grpo-
     use-fault-tolerance rerun-mode trust-remote-code enable-experimental
 """
-HARMLESS = tuple(f"--{name}" for name in _HARMLESS.split())
+# Megatron's other args that leave a language model alone: they stand in every checkpoint's args, with or without a flag
+_ELSEWHERE = """
+    adlr-autoresume align- allow-ambiguous app-tag apply-rope-fusion async-tensor barrier-with batch-size batch-p2p bert- biencoder block-data
+    bias-activation-fusion bias-dropout-fusion bias-gelu-fusion bias-swiglu-fusion calc-ft cache-mla-latents
+    check-weight-hash checkpoint-activations classes-fraction clone-scatter config-logger consumed- cp-comm-type create-attention-mask
+    data-parallel data-per-class data-sharding deallocate-pipeline decode-only-cuda-graphs decoder-num-layers decoder-seq-length
+    decrease-batch-size deprecated-use-mcore-models dino disable-chunked-prefill disable-gloo disable-mamba-mem disable-straggler
+    disable-symmetric distrib-optim dump-param embedding-init embedding-path empty-unused enable-ft enable-full-sharding enable-gloo
+    enable-msc enable-one-logger encoder-num-layers encoder-seq-length error-injection evidence-data external-cuda-graph
+    fp16-lm-cross-entropy fsdp- full-validation gradient-reduce head-lr-mult hierarchical-context high-priority ict- img-h img-w indexer
+    inference- init-model-with inprocess iter-per-epoch iteration iterations-to-skip keep-fp8-transpose langrl lazy-mpu legacy-tokenizer
+    local-rank main-grads main-params exp-avg mamba- mask- masked-softmax-fusion max-tokens microbatch-group mid-level mlp-chunks
+    mmap-bin mocked model-parallel-size moe-extended-tp moe-pad-experts-for-cuda moe-upcycling moe-use-legacy moe-use-upcycling
+    multiple-validation no-barrier no-clone no-create no-data-sharding no-manual no-mmap no-one-logger no-pin no-scatter no-strict
+    no-use-tokenizer non-persistent num-channels num-classes num-distributed num-microbatches object-storage onnx-safe padded-vocab-size
+    params-dtype patch-dim per-split perform- persist-layer-norm pin-cpu pipeline-model-parallel-comm pretrained-checkpoint
+    query-in-block rank replication reset- result-rejected retriever- retro- retain- run-workload sample-rate scatter-gather
+    sharp-enabled short-seq skip-train skipped- store-param straggler strict-fsdp suggested-communication swin symmetric-ar te-rng
+    test-mode tiktoken titles-data torch-fsdp2 transformer-pipeline use-fused-weighted use-legacy-te use-mcore-models
+    use-mp-args use-nccl-ub use-one-sent use-ring-exchange use-sharp use-te-activation use-te-rng use-tokenizer-model use-torch
+    fp8- fp4- num-layers-at first-last-layers tp-only-amax use-tp-pp-dp valid-data vision- virtual-pipeline vocab-extra-ids warmup wgrad-deferral world-size barrier
+    test-data
+"""
+HARMLESS, ELSEWHERE = (tuple(f"--{name.rstrip('-')}" for name in names.split()) for names in (_HARMLESS, _ELSEWHERE))
+# Megatron's args that make another model, of kinds that are not looked at here: the value that leaves a model alone
+UNJUDGED: dict[str, Any] = {
+    "q_lora_rank": None, "kv_lora_rank": 32, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128, "mscale": 1.0,
+    "mscale_all_dim": 0.0, "rotary_scaling_factor": 1.0, "hybrid_attention_ratio": 0.0, "hybrid_mlp_ratio": 0.0, "is_hybrid_model": False,
+    "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128, "window_attn_skip_freq": None, "add_position_embedding": True,
+    "apply_query_key_layer_scaling": False, "use_legacy_models": False, "fp8": None, "fp4": None, "retro_add_retriever": False,
+}  # fmt: skip
 
 
 def harmless(name: str) -> bool:
     """A flag outside our table that is known to leave the model alone."""
-    written = name.replace("_", "-")
-    return any(written == one.rstrip("-") or written.startswith(f"{one.rstrip('-')}-") for one in HARMLESS)
+    return _begins(name, HARMLESS)
+
+
+def harmless_arg(arg: str) -> bool:
+    """The same of an arg that a checkpoint keeps, where most were given by nobody."""
+    return arg not in UNJUDGED and _begins(f"--{arg}", (*HARMLESS, *ELSEWHERE))
+
+
+def _begins(name: str, beginnings: Sequence[str]) -> bool:
+    written = name.replace("_", "-").lower()
+    return any(written == one or written.startswith(f"{one}-") for one in beginnings)
 
 
 @dataclass
@@ -181,7 +238,7 @@ class CommandLine:
 
     def _stray(self, word: Word, after_flag: bool) -> None:
         """A word that belongs to no flag of ours: nothing to us, unless it may hold flags."""
-        if after_flag or not word.unknown or not word.text.startswith("$"):
+        if not word.unknown or not word.text.startswith("$") or (after_flag and not word.text.endswith("[@]}")):
             return
         if not word.unset:
             raise refuse(word.where, f"{word.text} may hold flags, and its value is not known: {word.unknown}")
@@ -223,7 +280,7 @@ class CommandLine:
         except (ValueError, SyntaxError, RecursionError):
             if read is pattern:
                 return texts[0]  # judged as it is: Megatron would not read it either
-            raise refuse(word.where, f"{name} is {texts[0][:60]!r}, which is no {'number' if read is float else 'whole number'}") from None
+            raise refuse(word.where, f"{name} is {texts[0][:60]!r}, which is no {kind(read)}") from None
 
 
 def nearest(name: str) -> str | None:
@@ -235,6 +292,11 @@ def nearest(name: str) -> str | None:
 def shapes(words: Sequence[Word]) -> int:
     """How many words are flags of ours: how a launch is told from any other command."""
     return sum(word.text.partition("=")[0] in FLAGS for word in words)
+
+
+def says_flags(text: str) -> bool:
+    """A text of several words with flags of ours among them."""
+    return " " in text.strip() and any(one.partition("=")[0] in FLAGS for one in text.split())
 
 
 def _short(value: Any) -> str:

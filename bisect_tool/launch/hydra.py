@@ -6,17 +6,32 @@ verl builds its model through a bridge, which reads config.json itself: only wha
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
 
-from bisect_tool.launch.names import megatron_args
+from bisect_tool.launch.names import LEFT_OUT, READS, RENAMED, megatron_args
 from bisect_tool.launch.words import Where, Word, refuse
 
 OVERRIDE = re.compile(r"^(\+\+|\+|~)?([A-Za-z_][\w@/-]*(?:\.[\w@/-]+)+)=(.*)$", re.DOTALL)
 ACTOR = re.compile(r"(?:^|\.)actor\.megatron\.(?:override_transformer_config\.)?(\w+)$")
-HUGGING_FACE = re.compile(r"(?:^|\.)model\.override_config\.(?:model_config\.)?(\w+)$")
+HUGGING_FACE = re.compile(r"(?:^|\.)model\.override_config\.(?:model_config\.)?([\w.]+)$")
+# what holds either of them, as one value: `actor.megatron={...}`
+HOLDS = re.compile(
+    r"(?:^|\.)(?:actor(?:\.megatron(?:\.override_transformer_config)?)?|model(?:\.override_config(?:\.\w+)*)?|actor_rollout_ref)$"
+)
+
+
+@dataclass
+class Overrides:
+    """What overrides say: args of the actor's model, config.json's own values, and names of the former that nobody knows."""
+
+    args: dict[str, Any] = field(default_factory=dict)
+    said: dict[str, Where] = field(default_factory=dict)
+    changed: dict[str, tuple[Any, Where]] = field(default_factory=dict)
+    unknown: list[tuple[str, Where]] = field(default_factory=list)
 
 
 def is_override(text: str) -> bool:
@@ -25,40 +40,68 @@ def is_override(text: str) -> bool:
 
 
 def shapes(words: Sequence[Word]) -> int:
-    """How many words say something of the actor's Megatron model."""
-    return sum(found is not None and ACTOR.search(found[2]) is not None for found in (OVERRIDE.match(word.text) for word in words))
+    """How many words say something of the actor's model."""
+    return sum(
+        found is not None and any(one.search(found[2]) for one in (ACTOR, HUGGING_FACE, HOLDS))
+        for found in (OVERRIDE.match(word.text) for word in words)
+    )
 
 
-def read_overrides(words: Sequence[Word]) -> tuple[dict[str, Any], dict[str, Where], list[tuple[str, Where]]]:
-    """(args, where each is said, overrides of config.json's own values).  Raises UsageError for a value that is not known."""
+def read_overrides(words: Sequence[Word]) -> Overrides:
+    """Raises UsageError for a value that matters and is not known."""
     config: dict[str, Any] = {}
     where: dict[str, Where] = {}
-    others: list[tuple[str, Where]] = []
+    found = Overrides()
+    of_the_model: set[str] = set()
     for word in words:
-        found = OVERRIDE.match(word.text)
-        if found is None:
+        match = OVERRIDE.match(word.text)
+        if match is None:
             if word.unknown and word.text.startswith("$") and not word.unset:
                 raise refuse(word.where, f"{word.text} may hold overrides, and its value is not known: {word.unknown}")
             continue
-        actor, hugging_face = ACTOR.search(found[2]), HUGGING_FACE.search(found[2])
-        if hugging_face is not None:
-            others.append((found[0], word.where))
-        if actor is None:
-            continue
-        if word.unknown:
-            raise refuse(word.where, f"{word.text} is not known: {word.unknown}")
-        name = actor[1]
-        if found[1] == "~":
-            config.pop(name, None)
-            continue
-        config[name], where[name] = _value(found[3], word), word.where
-    args, said = megatron_args(config, where)
-    return args, said, others
+        for key, value in _keys(match, word):
+            if (actor := ACTOR.search(key)) is not None:
+                config.pop(actor[1], None)
+                if match[1] != "~":
+                    config[actor[1]], where[actor[1]] = value, word.where
+                    if "override_transformer_config" in key:  # beside it stand verl's own settings
+                        of_the_model.add(actor[1])
+            elif (reference := HUGGING_FACE.search(key)) is not None:
+                found.changed.pop(reference[1], None)
+                if match[1] != "~":
+                    found.changed[reference[1]] = value, word.where
+    found.args, found.said = megatron_args(config, where)
+    alone = "activation_func" in config and "gated_linear_unit" not in config
+    unread = [
+        name
+        for name in config
+        if name in of_the_model and (name not in {*READS, *RENAMED, *LEFT_OUT} or (name == "activation_func" and alone))
+    ]
+    found.unknown = [(f"--{name.replace('_', '-')}", where[name]) for name in unread]
+    return found
+
+
+def _keys(match: re.Match[str], word: Word) -> list[tuple[str, Any]]:
+    """The keys that one word sets, those inside `{...}` each by itself; none where it says nothing of the actor's model."""
+    key = match[2]
+    if not any(one.search(key) for one in (ACTOR, HUGGING_FACE, HOLDS)):
+        return []
+    if word.unknown:
+        raise refuse(word.where, f"{word.text} is not known: {word.unknown}")
+    return list(_flat(key, None if match[1] == "~" else _value(match[3], word)))
+
+
+def _flat(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, Mapping):
+        yield key, value
+        return
+    for name, inner in value.items():
+        yield from _flat(f"{key}.{name}", inner)
 
 
 def _value(text: str, word: Word) -> Any:
+    """A value as Hydra reads it: YAML, in which `{a:b}` needs no blank."""
     try:
-        value = yaml.safe_load(text)
+        return yaml.safe_load(re.sub(r"([{,]\s*\w+):(?=\S)", r"\1: ", text) if text.startswith("{") else text)
     except yaml.YAMLError:
         raise refuse(word.where, f"{word.text} has a value that is not YAML") from None
-    return value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +22,7 @@ class Launch:
     unknown  flags that are not in our table, with their lines
     whole    a command line was found: what is not given is not given anywhere else
     unsaid   who says what is not given: Megatron's defaults, or a bridge that reads config.json
+    changed  values of config.json itself that it changes, by their place in it (`rope_parameters.rope_theta`), and where: the model is built from the changed one
     program  what the command line starts, "" when there is none
     """
 
@@ -34,6 +35,7 @@ class Launch:
     whole: bool = True
     unsaid: Unsaid = "megatron"
     program: str = ""
+    changed: Mapping[str, tuple[Any, Where]] = field(default_factory=dict)
 
     @property
     def spec(self) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from bisect_tool.launch.flags import FLAGS, pattern
+from bisect_tool.launch.flags import FLAGS, kind, pattern
 from bisect_tool.launch.words import Where, refuse
 
 RENAMED = {
@@ -61,9 +61,9 @@ def _typed(arg: str, name: str, value: Any, where: Where) -> Any:
     try:
         if isinstance(value, (bool, list)):
             raise ValueError
-        return read(str(value)) if isinstance(value, str) else int(value) if read is not float and int(value) == value else float(value)
+        return read(value if isinstance(value, str) else str(int(value) if read is not float and value == int(value) else value))
     except (ValueError, SyntaxError, OverflowError):
-        raise refuse(where, f"{name} is {str(value)[:60]}, which is no {'number' if read is float else 'whole number'}") from None
+        raise refuse(where, f"{name} is {str(value)[:60]}, which is no {kind(read)}") from None
 
 
 def _named(value: Any) -> str | None:

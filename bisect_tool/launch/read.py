@@ -13,7 +13,7 @@ import yaml
 from bisect_hooks.errors import UsageError, first_line
 
 from bisect_tool.launch import hydra
-from bisect_tool.launch.flags import CommandLine, shapes
+from bisect_tool.launch.flags import CommandLine, says_flags, shapes
 from bisect_tool.launch.launch import Launch
 from bisect_tool.launch.names import megatron_args
 from bisect_tool.launch.python_lists import Script
@@ -55,16 +55,22 @@ def _bash(path: Path, given: Mapping[str, str]) -> Launch:
     shell = Shell(path, given=given)
     shell.run()
     lines = [one for one in shell.commands if shapes(one.words) or hydra.shapes(one.words)]
-    notes = list(shell.notes)
+    notes = [*shell.notes, *(f"{line}, which is not there: what it would set is not known" for line in shell.missing)]
     if lines:
         command = lines[-1]
         if len(lines) > 1:
             others = ", ".join(str(one.where) for one in lines[:-1])
             notes.append(f"{len(lines)} commands carry Megatron flags ({others} and {command.where}); the last one is read")
-        words = _after_ray(command.words)
+        words = [*_after_ray(command.words), *_piped(command.words)]
         launch = _launched(path, "bash script", words)
         return replace(launch, notes=[*notes, *launch.notes])
+    for text in shell.documents:
+        if says_flags(text.text):
+            raise refuse(text.where, "this here-document has flags, and what is done with it is not followed")
     for one in reversed(shell.commands):
+        apart = next((word for word in one.words if word.unset and isinstance(shell.variables.get(word.text.strip("${}[@*]")), list)), None)
+        if apart is not None:
+            raise refuse(one.where, f"{apart.text} is a list, and no list is given to a shell that is started")
         hidden = next((word for word in one.words if word.unknown and not word.unset and word.text.startswith("${")), None)
         if hidden is not None and any(PROGRAM.search(word.text) or word.text == "-m" for word in one.words):
             raise refuse(one.where, f"{hidden.text} may hold the flags, and its value is not known: {hidden.unknown}")
@@ -75,10 +81,15 @@ def _bash(path: Path, given: Mapping[str, str]) -> Launch:
     if not listed:
         missing = f"; {shell.missing[0]}, which is not there" if shell.missing else ""
         raise UsageError(f"{path}: no command line and no list in it has a Megatron flag{missing}", hint=HINT)
-    words = [word for value in listed.values() for word in value]
-    launch = _launched(path, "bash lists", words, whole=False)
+    launch = _launched(path, "bash lists", _together(listed), whole=False)
     notes.append(f"no command line: the flags are those of {', '.join(listed)}")
     return replace(launch, notes=[*notes, *launch.notes])
+
+
+def _piped(words: Sequence[Word]) -> list[Word]:
+    """`xargs command`: the words that it reads are given to the command too."""
+    found = next((word for word in words if word.text.rpartition("/")[2] == "xargs"), None)
+    return [] if found is None else [Word("${...[@]}", found.where, "xargs reads it from the outside")]
 
 
 def _after_ray(words: Sequence[Word]) -> Sequence[Word]:
@@ -104,9 +115,10 @@ def _launched(path: Path, kind: str, words: Sequence[Word], whole: bool = True) 
     program = words[start].text if start is not None else words[0].text if words and not words[0].text.startswith("-") else ""
     rest = words[start + 1 :] if start is not None else words
     if hydra.shapes(rest) and not shapes(rest):
-        args, said, others = hydra.read_overrides(rest)
-        notes = [f"{where}: {text} changes config.json's own value, which is not judged" for text, where in others]
-        return Launch(path, f"{kind}, Hydra overrides", args, said, notes=notes, whole=whole, unsaid="reference", program=program)
+        told = hydra.read_overrides(rest)
+        return Launch(
+            path, f"{kind}, Hydra overrides", told.args, told.said, told.unknown, whole=whole, unsaid="reference", program=program, changed=told.changed
+        )  # fmt: skip
     line = CommandLine().read(rest)
     bridged = line.args.get("megatron_to_hf_mode") == "bridge"
     return Launch(
@@ -134,15 +146,44 @@ def _flag_file(path: Path, text: str) -> Launch:
 def _python(path: Path, text: str, given: Mapping[str, str]) -> Launch:
     script = Script(path, given)
     script.run(text)
-    if not script.lists:
+    commands = list({(one.where, tuple(one.words)): one for one in script.commands}.values())
+    with_flags = [one for one in commands if one.words]
+    started = [one for one in with_flags if one.starts] or (with_flags if len(with_flags) == 1 else [])
+    if started:
+        command = started[-1]
+        others = ", ".join(str(one.where) for one in started[:-1])
+        more = [f"{len(started)} commands carry Megatron flags ({others} and {command.where}); the last one is read"] if others else []
+        words = _after_ray(command.words)
+        launch = _launched(path, "Python lists", words, whole=not words[0].text.startswith("-"))
+        return replace(launch, notes=[*more, f"the flags are those of the call in {command.where}", *launch.notes])
+    listed = {name: words for name, words in dict(script.lists).items() if words}
+    if not listed:
         raise UsageError(f"{path}: no list in it has a Megatron flag", hint=HINT)
-    name, best = max(reversed(script.lists), key=lambda one: shapes(one[1]))
+    name, best = max(reversed(listed.items()), key=lambda one: shapes(one[1]))
     held = set(best)
-    apart = [(other, words) for other, words in dict(script.lists).items() if other != name and not held.issuperset(words)]
-    words = [*best, *(word for _, more in apart for word in more)]
-    launch = _launched(path, "Python lists", words, whole=not apart and not best[0].text.startswith("-"))
-    notes = [f"the flags are those of {', '.join([name, *(other for other, _ in apart)])}"]
+    apart = {other: words for other, words in listed.items() if other != name and not held.issuperset(words)}
+    for one in (name, *apart):
+        if (behind := script.behind.get(one)) is not None and behind.at is not None:
+            raise refuse(behind.at, behind.lost)
+    if (unread := next((one for one in commands if not one.words), None)) is not None:
+        raise refuse(unread.where, "the command that is run here is not known, and whether it has these lists is not either")
+    launch = _launched(path, "Python lists", _together({name: best} | apart), whole=not apart and not best[0].text.startswith("-"))
+    notes = [f"the flags are those of {', '.join([name, *apart])}"]
     return replace(launch, notes=[*notes, *launch.notes])
+
+
+def _together(lists: Mapping[str, Sequence[Word]]) -> list[Word]:
+    """Lists that no command joins.  Raises UsageError where two give a flag otherwise: which comes last is not known."""
+    said: dict[str, tuple[str, Any]] = {}
+    for name, words in lists.items():
+        line = CommandLine().read(words)
+        for arg, value in line.args.items():
+            before, other = said.setdefault(arg, (name, value))
+            if before != name and other != value:
+                raise refuse(
+                    line.said[arg], f"{name} has {arg} {value}, {before} has {other}, and nothing here says which is used, or comes last"
+                )
+    return [word for words in lists.values() for word in words]
 
 
 def _json(path: Path, text: str) -> Launch:

@@ -5,7 +5,6 @@ Where a condition can't be known both ways are followed, and what they make diff
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -15,8 +14,8 @@ from bisect_hooks.errors import UsageError
 
 from bisect_tool.launch import shell_builtins
 from bisect_tool.launch.arithmetic import Arithmetic
-from bisect_tool.launch.shell_assign import assigned, lent
-from bisect_tool.launch.shell_syntax import Reader
+from bisect_tool.launch.shell_assign import adopt, assigned, declare, exported, forget_set, function, lent, marked
+from bisect_tool.launch.shell_syntax import DECLARES, Reader
 from bisect_tool.launch.shell_tests import Condition
 from bisect_tool.launch.shell_tree import (
     Arith,
@@ -36,7 +35,7 @@ from bisect_tool.launch.shell_tree import (
     Test,
     While,
 )
-from bisect_tool.launch.shell_words import Value, expand, single
+from bisect_tool.launch.shell_words import Value, expand, matches, single
 from bisect_tool.launch.words import Leave, Undecided, Where, Word, known, read_text, refuse
 
 MOST_STEPS = 100_000
@@ -66,6 +65,11 @@ class Shell:
     missing: list[str] = field(default_factory=list)
     output: list[str] | None = None
     files: list[Path] = field(default_factory=list)
+    documents: list[Raw] = field(default_factory=list)
+    marks: dict[str, str] = field(default_factory=dict)
+    locals: list[dict[str, tuple[Value | None, str]]] = field(default_factory=list)
+    substituted: bool | None = True
+    exports_all: bool = False
     steps: int = 0
     depth: int = 0
 
@@ -82,7 +86,9 @@ class Shell:
 
     def read(self, text: str, file: Path, first_line: int = 1) -> bool | None:
         """Follows a script's text in this state."""
-        body = Reader(text, file, first_line).script()
+        reader = Reader(text, file, first_line)
+        body = reader.script()
+        self.documents += reader.documents
         self.files.append(file)
         with self.deeper(Where(file, first_line)):
             status = self.all(body)
@@ -98,11 +104,17 @@ class Shell:
             return Word(str(self.script.absolute()), Where(self.script, 1))
         if name == "PWD" and self.directory is not None:
             return Word(self.directory, Where(self.script, 1))
-        return self.variables.get(name)
+        return self.variables.get(self._meant(name))
 
     def put(self, name: str, value: Value) -> None:
-        if name not in self.given:
+        name = self._meant(name)
+        if name not in self.given and "r" not in self.marks.get(name, ""):
             self.variables[name] = value
+
+    def _meant(self, name: str) -> str:
+        """The name itself, or what it is declared to stand for (`declare -n`)."""
+        marks = self.marks.get(name, "")
+        return marks[1:] if marks.startswith("n") else name
 
     def positional(self) -> list[Word]:
         return self.arguments
@@ -115,9 +127,13 @@ class Shell:
     def calculate(self, text: str) -> int:
         """The value of an arithmetic expression.  Raises Undecided."""
         where = Where(self.files[-1] if self.files else self.script, 1)
-        if "$" in text or "`" in text:
-            text = known([single(Raw(text.replace('"', ""), where), self)])[0]
-        return Arithmetic(text, self.number, lambda name, value: self.put(name, Word(str(value), where))).value()
+        try:
+            if "$" in text or "`" in text:
+                text = known([single(Raw(text.replace('"', ""), where), self)])[0]
+            return Arithmetic(text, self.number, lambda name, value: self.put(name, Word(str(value), where))).value()
+        except Undecided as undecided:
+            forget_set(self, text, where, undecided.why)
+            raise
 
     def number(self, name: str) -> int:
         """A variable as arithmetic sees it.  Raises Undecided: unset is what the environment has, not 0."""
@@ -127,6 +143,8 @@ class Shell:
         first = value if isinstance(value, Word) else value[0] if value else Word("0", Where(self.script, 1))
         text = known([first])[0].strip()
         try:
+            if text.startswith("0") and text != "0":
+                raise ValueError("octal")
             return int(text or "0")
         except ValueError:
             raise Undecided(f"{name} is {text[:40]!r}, no number") from None
@@ -136,7 +154,7 @@ class Shell:
         inner = self.copy()
         inner.output = []
         try:
-            inner.read(text, where.file, where.line)
+            self.substituted = inner.read(text, where.file, where.line)
         except UsageError as error:
             raise Undecided(f"$({text.split(chr(10))[0][:60]}) is not read: {error.message}") from None
         except Leave:
@@ -149,28 +167,13 @@ class Shell:
     def copy(self) -> Shell:
         return replace(
             self,
-            variables={name: list(value) if isinstance(value, list) else value for name, value in self.variables.items()},
+            variables=dict(self.variables),
+            marks=dict(self.marks),
+            locals=[dict(one) for one in self.locals],
             functions=dict(self.functions),
             missing=list(self.missing),
             files=list(self.files),
         )
-
-    def adopt(self, others: list[Shell], where: Where, why: str) -> None:
-        """Goes on from several states, one of which is the true one: what differs is unknown."""
-        first = others[0]
-        names = dict.fromkeys(name for one in others for name in one.variables)
-        values: dict[str, Value] = {}
-        for name in names:
-            held = [one.variables.get(name) for one in others]
-            if all(_plain(one) == _plain(held[0]) for one in held) and held[0] is not None:
-                values[name] = held[0]
-                continue
-            many = "[@]" if any(isinstance(one, list) for one in held) else ""
-            values[name] = Word(f"${{{name}{many}}}", where, f"{name} depends on {why}")
-        self.variables, self.functions = values, first.functions
-        self.missing = list(dict.fromkeys(line for one in others for line in one.missing))
-        self.directory = first.directory if all(one.directory == first.directory for one in others) else None
-        self.steps = max(one.steps for one in others)
 
     def branches(self, bodies: list[Body], where: Where, why: str) -> None:
         """Follows every body from here; those that leave the script are no way on."""
@@ -187,7 +190,7 @@ class Shell:
             self.steps = max(self.steps, one.steps)
         if not ends:
             raise left
-        self.adopt(ends, where, why)
+        adopt(self, ends, where, why)
 
     def apart(self, body: Body) -> bool | None:
         """Follows commands whose changes nobody sees: a subshell, the parts of a pipeline."""
@@ -303,7 +306,7 @@ class Shell:
             self.branches([*(body for _, body in node.items), ()], node.where, why)
             return None
         for items, (_, body) in zip(patterns, node.items, strict=True):
-            if any(fnmatch.fnmatchcase(word.text, one.text) for one in items):
+            if any(matches(word.text, one.text) if one.bare else word.text == one.text for one in items):
                 return self.all(body)
         return True
 
@@ -316,6 +319,8 @@ class Shell:
             try:
                 self.all(node.body)
             except Leave as leave:
+                if leave.kind in ("break", "continue") and leave.loops > 1:
+                    raise Leave(leave.kind, leave.loops - 1) from None
                 if leave.kind == "break":
                     break
                 if leave.kind != "continue":
@@ -349,23 +354,26 @@ class Shell:
     # -- simple commands -----------------------------------------------------------------------------------------------------------
 
     def assign(self, node: Assign) -> None:
-        self.put(node.name, assigned(node, self.get(node.name), self))
+        marks = self.marks.get(self._meant(node.name), "")
+        self.put(node.name, marked(node.name, assigned(node, self.get(node.name), self), marks, node))
 
     def simple(self, node: Simple) -> bool | None:
         if not node.words:
+            self.substituted = True
             for one in node.assigns:
                 self.assign(one)
-            return True
+            return self.substituted
         words = [word for raw in node.words for word in expand(raw, self)]
         if node.joined:
             self.notes[
                 f"lines {node.where.line} to {node.where.line + node.joined}: the backslashes at the line ends are missing; read as one command"
             ] = None
-        for one in node.declares:
-            self.assign(one)
         if not words:
             return True
         name = words[0].text
+        if name in DECLARES:
+            declare(self, name, words[1:], node.declares)
+            return True
         if name in self.functions and not words[0].unknown:
             with lent(self, node.assigns):
                 return self.call(name, words, node.where)
@@ -380,17 +388,19 @@ class Shell:
                 return None
         if self.output is not None:
             raise Undecided(f"{name} is not run")
-        script = _inner_script(words)
+        script = shell_builtins.inner_script(words)
         if script is not None:  # bash -c "...": another shell follows the same text, and its variables stay there
             with suppress(Leave):
-                self.copy().read(script, node.where.file, node.where.line)
+                exported(self.copy(), node.assigns).read(script, node.where.file, node.where.line)
             return None
         self.commands.append(Command(tuple(words), node.where))
+        if name == "exec" and len(words) > 1:  # it takes the script's place
+            raise Leave("exit")
         return None
 
     def call(self, name: str, words: list[Word], where: Where) -> bool | None:
         outside, self.arguments = self.arguments, words[1:]
-        with self.deeper(where):
+        with self.deeper(where), function(self):
             try:
                 return self.follow(self.functions[name])
             except Leave as leave:
@@ -399,16 +409,3 @@ class Shell:
                 return None
             finally:
                 self.arguments = outside
-
-
-def _inner_script(words: list[Word]) -> str | None:
-    """The text that `bash -c` is given, wherever in a command it stands."""
-    for shell, option, script in zip(words, words[1:], words[2:], strict=False):
-        if shell.text.rpartition("/")[2] in ("bash", "sh") and option.text in ("-c", "-lc", "-xc", "-ec") and not script.unknown:
-            return script.text
-    return None
-
-
-def _plain(value: Value | None) -> object:
-    """What makes two values the same."""
-    return [(one.text, one.unknown) for one in value] if isinstance(value, list) else value and (value.text, value.unknown)

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bisect_tool.launch.flags import FLAGS, says_flags
+from bisect_tool.launch.shell_assign import NAMED, forget_set, put_named, without_element
 from bisect_tool.launch.shell_tests import Condition
 from bisect_tool.launch.shell_words import LONGEST
 from bisect_tool.launch.words import Leave, Undecided, Where, Word, known, read_text, refuse
@@ -36,22 +38,31 @@ def _say(shell: Shell, text: str) -> bool:
 def _echo(shell: Shell, words: list[Word], _where: Where) -> bool | None:
     if shell.output is None:
         return True
-    texts = known(words)
-    end = "\n"
-    while texts and texts[0] in ("-n", "-e", "-E"):
-        end = "" if texts.pop(0) == "-n" else end
-    return _say(shell, " ".join(texts) + end)
+    texts, options = known(words), ""
+    while texts and re.fullmatch(r"-[neE]+", texts[0]):
+        options += texts.pop(0)[1:]
+    if "e" in options and any("\\" in one for one in texts):
+        raise Undecided("the escapes of echo -e are not read")
+    return _say(shell, " ".join(texts) + ("" if "n" in options else "\n"))
 
 
 def _printf(shell: Shell, words: list[Word], where: Where) -> bool | None:
     if words[:1] and words[0].text == "-v" and len(words) > 2:
-        name = known([words[1]])[0]
+        name = _plainly(words[1], where)
+        rest = words[2:] if words[2].text != "--" else words[3:]
         try:
-            shell.put(name, Word(formatted(*_known_format(words[2:])), where))
+            put_named(shell, name, Word(formatted(*_known_format(rest)), where))
         except Undecided as undecided:
-            shell.put(name, Word(f"${{{name}}}", where, undecided.why))
+            put_named(shell, name, Word(f"${{{name}}}", where, undecided.why))
         return True
     return True if shell.output is None else _say(shell, formatted(*_known_format([one for one in words if one.text != "--"])))
+
+
+def _plainly(word: Word, where: Where) -> str:
+    """A word that says what is set.  Raises UsageError for one that is not known: it could be anything."""
+    if word.unknown:
+        raise refuse(where, f"what is set here is not known: {word.unknown}")
+    return word.text
 
 
 def _known_format(words: list[Word]) -> tuple[str, list[str]]:
@@ -73,7 +84,9 @@ def formatted(pattern: str, arguments: list[str]) -> str:
             elif "%" in piece:
                 raise Undecided(f"printf {pattern!r} is not read")
             else:
-                made += re.sub(r"\\(.)", lambda found: {"n": "\n", "t": "\t", "\\": "\\"}.get(found[1], found[0]), piece)
+                if re.search(r"\\[^nt\\'\"]", piece):
+                    raise Undecided(f"printf {pattern!r} is not read")
+                made += re.sub(r"\\(.)", lambda found: {"n": "\n", "t": "\t"}.get(found[1], found[1]), piece)
         if not left or len(left) == before or len(made) > LONGEST:
             return made
 
@@ -81,9 +94,9 @@ def formatted(pattern: str, arguments: list[str]) -> str:
 def _converted(conversion: str, text: str) -> str:
     kind, spec = conversion[-1], conversion[:-1]
     try:
-        if kind in "sb":
+        if kind == "s" or (kind == "b" and "\\" not in text):
             return (spec + "s") % text
-        if kind in "di":
+        if kind in "di" and not re.match(r"[-+]?0\d", text):
             return (spec + "d") % int(text or "0")
         if kind in "fgeE":
             return (spec + kind) % float(text or "0")
@@ -146,6 +159,8 @@ def _source(shell: Shell, words: list[Word], where: Where) -> bool | None:
     if not words:
         return True
     named = words[0].text
+    if named.startswith(("<(", "/dev/")):
+        raise refuse(where, f"{named[:40]}: what a command prints is sourced, and no command is run")
     if ENVIRONMENTS.search(posixpath.basename(named)):
         return True
     if words[0].unknown:
@@ -179,8 +194,9 @@ def _find(shell: Shell, named: str) -> Path | None:
 
 
 def _leave(kind: str) -> Builtin:
-    def leave(_shell: Shell, _words: list[Word], _where: Where) -> bool | None:
-        raise Leave(kind)
+    def leave(_shell: Shell, words: list[Word], _where: Where) -> bool | None:
+        loops = words[0].text if words and kind in ("break", "continue") else "1"
+        raise Leave(kind, int(loops) if loops.isdigit() else 1)
 
     return leave
 
@@ -193,9 +209,13 @@ def _eval(shell: Shell, words: list[Word], where: Where) -> bool | None:
 
 
 def _set(shell: Shell, words: list[Word], _where: Where) -> bool | None:
-    texts = [word.text for word in words]
-    if "--" in texts:
-        shell.arguments = words[texts.index("--") + 1 :]
+    """Options are passed over; the first word that is none begins the arguments of the script."""
+    at, texts = 0, [word.text for word in words]
+    shell.exports_all |= any(re.fullmatch(r"-\w*a\w*", one) for one in texts) or "allexport" in texts
+    while at < len(words) and re.fullmatch(r"[-+][A-Za-z]+", words[at].text):
+        at += 1 + (words[at].text.endswith("o") and at + 1 < len(words) and not words[at + 1].text.startswith("-"))
+    if at < len(words):
+        shell.arguments = words[at + (words[at].text == "--") :]
     return True
 
 
@@ -206,34 +226,63 @@ def _shift(shell: Shell, words: list[Word], _where: Where) -> bool | None:
 
 
 def _unset(shell: Shell, words: list[Word], where: Where) -> bool | None:
-    for word in words:
-        element = re.fullmatch(r"(\w+)\[(.+)\]", word.text)
-        held = shell.variables.get(element[1]) if element else None
-        if element is None:
-            shell.variables.pop(word.text, None)
-        elif isinstance(held, list) and element[2].isdigit():
-            shell.put(element[1], [one for i, one in enumerate(held) if i != int(element[2])])
-        elif held is not None:
-            raise refuse(where, f"unset {word.text} is not read")
+    functions = bool(words) and words[0].text == "-f"
+    for word in words[bool(words) and words[0].text in ("-f", "-v", "-n") :]:
+        name, index = (NAMED.fullmatch(_plainly(word, where)) or refused(where, word)).groups()
+        if functions or (name not in shell.variables and name in shell.functions):
+            shell.functions.pop(name, None)
+        elif index is None:
+            shell.variables.pop(name, None)
+        elif (held := shell.get(name)) is not None:
+            try:
+                shell.put(name, without_element(name, held, index, shell))
+            except Undecided as undecided:
+                shell.put(name, Word(f"${{{name}[@]}}", where, undecided.why))
     return True
 
 
-def _reads(why: str) -> Builtin:
+def refused(where: Where, word: Word) -> re.Match[str]:
+    """Raises UsageError: a name was wanted."""
+    raise refuse(where, f"{word.text} is no name")
+
+
+def _reads(why: str, *always: str) -> Builtin:
     """A command that fills variables from the outside."""
 
     def reads(shell: Shell, words: list[Word], where: Where) -> bool | None:
-        for word in words:
-            if re.fullmatch(r"[A-Za-z_]\w*", word.text):
-                shell.put(word.text, Word(f"${{{word.text}}}", where, f"{word.text} is {why}"))
+        several = "[@]" if why.endswith("lines") or any(re.fullmatch(r"-\w*a", word.text) for word in words) else ""
+        for name in (*(word.text for word in words), *always):
+            if found := NAMED.fullmatch(name):
+                put_named(shell, name, Word(f"${{{found[1]}{several}}}", where, f"{found[1]} is {why}"))
+                if several:
+                    shell.put(found[1], Word(f"${{{found[1]}[@]}}", where, f"{found[1]} is {why}"))
         return None
 
     return reads
 
 
+def _shopt(shell: Shell, words: list[Word], where: Where) -> bool | None:
+    """Options that change how what follows is read are refused."""
+    texts = [word.text for word in words]
+    odd = {"nocasematch", "lastpipe", "expand_aliases", "nullglob", "failglob", "localvar_inherit"} & set(texts)
+    if "-s" in texts and odd:
+        raise refuse(where, f"shopt -s {min(odd)} changes how the script is read, and is not followed")
+    return True
+
+
+def _trap(shell: Shell, words: list[Word], where: Where) -> bool | None:
+    """What a signal or the end would run is not run; what every command would run is refused."""
+    if {"DEBUG", "RETURN"} & {word.text for word in words[1:]}:
+        raise refuse(where, "a trap that every command runs is not followed")
+    return True
+
+
 def _let(shell: Shell, words: list[Word], _where: Where) -> bool | None:
     try:
         values = [shell.calculate(text) for text in known(words)]
-    except Undecided:
+    except Undecided as undecided:
+        for word in words:
+            forget_set(shell, word.text, _where, undecided.why)
         return None
     return bool(values and values[-1])
 
@@ -244,12 +293,26 @@ def _nothing(status: bool | None) -> Builtin:
 
 BUILTINS: dict[str, Builtin] = {
     "echo": _echo, "printf": _printf, "test": _test, "[": _test, "cd": _cd, "pushd": _cd, "pwd": _pwd, "seq": _seq,
-    "dirname": _path(posixpath.dirname), "basename": _path(posixpath.basename), "realpath": _path(posixpath.normpath), "readlink": _path(posixpath.normpath),
+    "dirname": _path(lambda path: posixpath.dirname(path.rstrip("/")) or ("/" if path[:1] == "/" else ".")),
+    "basename": _path(lambda path: posixpath.basename(path.rstrip("/")) or path[:1]), "realpath": _path(posixpath.normpath), "readlink": _path(posixpath.normpath),
     "source": _source, ".": _source, "exit": _leave("exit"), "return": _leave("return"), "break": _leave("break"), "continue": _leave("continue"),
     "eval": _eval, "set": _set, "shift": _shift, "unset": _unset, "let": _let,
-    "read": _reads("read from the outside"), "mapfile": _reads("read from the outside"), "readarray": _reads("read from the outside"),
-    "getopts": _reads("an option of the script"),
+    "read": _reads("read from the outside", "REPLY"), "mapfile": _reads("read from the outside, in lines", "MAPFILE"),
+    "readarray": _reads("read from the outside, in lines", "MAPFILE"), "getopts": _reads("an option of the script", "OPTARG", "OPTIND"),
     "true": _nothing(True), ":": _nothing(True), "false": _nothing(False),
     "export": _nothing(True), "declare": _nothing(True), "typeset": _nothing(True), "local": _nothing(True), "readonly": _nothing(True),
-    "shopt": _nothing(True), "trap": _nothing(True), "wait": _nothing(None), "ulimit": _nothing(None), "umask": _nothing(None),
+    "shopt": _shopt, "trap": _trap, "wait": _nothing(None), "ulimit": _nothing(None), "umask": _nothing(None),
 }  # fmt: skip
+
+
+def inner_script(words: list[Word]) -> str | None:
+    """The text that `bash -c` is given, wherever in a command it stands; any word that is a command line with flags is one too."""
+    for shell, option, script in zip(words, words[1:], words[2:], strict=False):
+        if shell.text.rpartition("/")[2] in ("bash", "sh") and option.text in ("-c", "-lc", "-xc", "-ec") and not script.unknown:
+            return script.text
+    line = next((word for word in words if says_flags(word.text)), None)
+    if line is None or any(word.text.partition("=")[0] in FLAGS or word.text.endswith(".py") for word in words):
+        return None
+    if line.unknown:
+        raise refuse(line.where, f"{line.text[:60]} is a command line, and is not known: {line.unknown}")
+    return line.text

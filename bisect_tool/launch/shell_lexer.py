@@ -24,6 +24,7 @@ class Lexer:
     first_line: int = 1
     at: int = 0
     heredocs: list[tuple[str, bool]] = field(default_factory=list)
+    documents: list[Raw] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.lines = [0, *(found.end() for found in re.finditer("\n", self.text))]
@@ -67,6 +68,7 @@ class Lexer:
         """One newline, and the here-documents that begin after it."""
         self.at += 1
         for end, tabs in self.heredocs:
+            start = self.at
             while True:
                 if self.at >= len(self.text):
                     raise self.error(f"the here-document {end!r} does not end")
@@ -76,6 +78,7 @@ class Lexer:
                 self.at = min(stop + 1, len(self.text))
                 if (line.lstrip("\t") if tabs else line) == end:
                     break
+            self.documents.append(Raw(self.text[start : self.at], self.where(start)))
         self.heredocs.clear()
 
     def operator(self) -> str:

@@ -61,7 +61,8 @@ class Reader(Lexer):
                 self.depth -= 1
                 return tuple(found)
             found.append(self.chain())
-            if self.operator() == "&":
+            if self.operator() == "&":  # in the background: nobody sees what it changes
+                found[-1] = Group(found[-1].where, (found[-1],), True)
                 self.at += 1
 
     def chain(self) -> Node:

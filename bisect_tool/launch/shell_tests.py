@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import fnmatch
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from bisect_tool.launch.shell_words import matches
 from bisect_tool.launch.words import Undecided, Word, known
 
 NUMBERS: dict[str, Callable[[int, int], bool]] = {
@@ -89,10 +90,12 @@ class Condition:
         a, b = known([left, right])
         if operator in NUMBERS:
             try:
+                if self.double and any(re.match(r"[-+]?0\d", one.strip()) for one in (a, b)):
+                    raise ValueError("octal")
                 return NUMBERS[operator](int(a), int(b))
             except ValueError:
                 raise Undecided(f"{a!r} {operator} {b!r} compares no numbers") from None
         if operator in ("<", ">"):
             return a < b if operator == "<" else a > b
-        equal = fnmatch.fnmatchcase(a, b) if self.double and right.bare else a == b
+        equal = matches(a, b) if self.double and right.bare else a == b
         return equal == (operator != "!=")

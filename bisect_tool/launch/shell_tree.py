@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bisect_tool.launch.words import Where
+from bisect_tool.launch.words import Where, Word
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,12 +17,12 @@ class Raw:
 
 @dataclass(frozen=True, slots=True)
 class Assign:
-    """`name=value`, `name+=value`, `name[index]=value`, `name=(value ...)`."""
+    """`name=value`, `name+=value`, `name[index]=value`, `name=(value ...)`; the value is a Word where it is expanded already."""
 
     name: str
     index: str | None
     append: bool
-    value: Raw | tuple[Raw, ...]
+    value: Raw | Word | tuple[Raw, ...]
     where: Where
 
 

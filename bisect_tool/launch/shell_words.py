@@ -6,11 +6,13 @@ A value that only a running shell would know stays an unknown word that says why
 from __future__ import annotations
 
 import fnmatch
+import glob
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from bisect_tool.launch.shell_braces import braces
 from bisect_tool.launch.shell_lexer import Lexer
 from bisect_tool.launch.shell_tree import Raw
 from bisect_tool.launch.words import Undecided, Where, Word, known, refuse
@@ -18,6 +20,19 @@ from bisect_tool.launch.words import Undecided, Where, Word, known, refuse
 GLOBS = re.compile(r"[*?\[]")
 LONGEST = 1 << 18
 Value = Word | list[Word]
+
+
+class Gaps(list[Word]):
+    """A list whose elements are not numbered 0, 1, 2: one of them was taken out, or set beyond the end."""
+
+    def __init__(self, words: Sequence[Word], numbers: list[int]) -> None:
+        super().__init__(words)
+        self.numbers = numbers
+
+
+def indices(value: Sequence[Word]) -> Sequence[int]:
+    """The numbers of a list's elements."""
+    return value.numbers if isinstance(value, Gaps) else range(len(value))
 
 
 class Scope(Protocol):
@@ -57,7 +72,11 @@ class Field:
 def expand(raw: Raw, scope: Scope, split: bool = True) -> list[Word]:
     """The arguments that one word becomes.  `split` is off in assignments and `[[ ]]`, where bash does not split."""
     found: list[Word] = []
-    for one in braces(raw.text) if split else [raw.text]:
+    try:
+        texts = braces(raw.text) if split else [raw.text]
+    except Undecided as undecided:
+        raise refuse(raw.where, undecided.why) from None
+    for one in texts:
         found += _Expansion(one, raw.where, scope, split).words()
     if sum(len(word.text) for word in found) > LONGEST:
         raise refuse(raw.where, f"this word grows beyond {LONGEST} characters")
@@ -76,18 +95,6 @@ def joined(words: Sequence[Word], between: str, where: Where) -> Word:
     """Several words as one text."""
     unknown = next((word.unknown for word in words if word.unknown), "")
     return Word(between.join(word.text for word in words), where, unknown)
-
-
-def braces(text: str) -> list[str]:
-    """`a{1..3}` and `{x,y}`; words with quotes or expansions in them are left as they are."""
-    found = re.fullmatch(r"([^{}'\"$`\\]*)\{([^{}'\"$`\\\s]+)\}([^{}'\"$`\\]*)", text)
-    if found is None:
-        return [text]
-    before, inside, after = found.groups()
-    if span := re.fullmatch(r"(-?\d{1,6})\.\.(-?\d{1,6})", inside):
-        first, last = int(span[1]), int(span[2])
-        return [f"{before}{i}{after}" for i in range(first, last + (1 if last >= first else -1), 1 if last >= first else -1)]
-    return [f"{before}{one}{after}" for one in inside.split(",")] if "," in inside else [text]
 
 
 @dataclass
@@ -151,7 +158,8 @@ class _Expansion:
         elif text[at] == "'":
             end = lexer.quoted(at)
             self._literal(text[at + 1 : end - 1], True)
-        elif text[at] == '"':
+        elif text[at] == '"' or (text.startswith('$"', at) and not quoted):
+            at += text[at] == "$"
             end = lexer.quoted(at)
             inside = text[at + 1 : end - 1]
             self._literal("", True) if not inside else self._scan(inside, quoted=True)
@@ -182,11 +190,13 @@ class _Expansion:
                 self._pieces(word, quoted or made)
             self.vanished |= not value
             return
-        self._pieces(replace(value, text=value.text or shown) if value.unknown else value, quoted)
+        # what would be a list is shown as one: it may be any number of words
+        several = bool(re.search(r"[@*]\]\}$|^\$[@*]", shown))
+        self._pieces(replace(value, text=shown if several else value.text or shown) if value.unknown else value, quoted)
 
     def _pieces(self, word: Word, quoted: bool) -> None:
         if quoted or word.unknown or not self.split:
-            self.fields[-1].add(word, quoted or not self.split)
+            self.fields[-1].add(word, quoted)
             return
         blanks = self._ifs()
         parts = [one for one in re.split(f"[{re.escape(blanks)}]+", word.text) if one] if blanks else [word.text]
@@ -225,8 +235,8 @@ class _Expansion:
         found = re.fullmatch(r"([#!]?)([A-Za-z_]\w*|\d+|[@*?$!-]|#)(?:\[([^\]]*)\])?(.*)", inside, re.DOTALL)
         if inside in ("#", "?", "$", "!", "-"):
             return Word(str(len(self.scope.positional())), self.where) if inside == "#" else self._unread(inside)
-        if found is None or found[1] == "!":
-            return self._unread(inside)
+        if found is None or found[1] == "!":  # `${!name}` may be a list
+            return replace(self._unread(inside), text=f"${{{inside}{'[@]' * inside.startswith('!')}}}")
         length, name, index, rest = found.groups()
         value = self._named(name, index)
         if length:
@@ -234,6 +244,10 @@ class _Expansion:
         if not rest:
             return self._unset(name) if value is None else value
         try:
+            if index not in (None, "@", "*", "0") and re.match(":?=", rest) and value is None:
+                unknown = Word(f"${{{name}[@]}}", self.where, f"${{{inside}}} is not read")
+                self.scope.put(name, unknown)
+                return unknown
             return self._operated(value, name, rest)
         except Undecided as undecided:
             return Word("${" + inside + "}", self.where, undecided.why)
@@ -259,14 +273,15 @@ class _Expansion:
         if isinstance(value, Word):
             return value if index is None or index in ("@", "*", "0") or value.unknown else None
         if index == "@":
-            return list(value)
+            return value
         if index == "*":
             return joined(value, self._ifs()[:1], self.where)
         try:
             number = self.scope.calculate(index) if index else 0
         except Undecided as undecided:
             return Word(f"${{{name}[{index}]}}", self.where, undecided.why)
-        return value[number] if -len(value) <= number < len(value) else None
+        number += max(indices(value), default=-1) + 1 if number < 0 else 0
+        return dict(zip(indices(value), value, strict=True)).get(number)
 
     def _length(self, value: Value | None, name: str, index: str | None) -> Value:
         if value is None:
@@ -285,12 +300,22 @@ class _Expansion:
         if value is None:
             raise Undecided(self.scope.why_unset(name))
         if isinstance(value, list):
-            if part := re.fullmatch(r":(\d+)(?::(\d+))?", rest):
+            if rest[0] == ":":
+                start, length = self._span(rest)
+                if length is not None and length < 0:
+                    raise Undecided(f"{rest} is not read")
                 # the arguments of a script count from 1; what is before them is the script itself
-                offset = max(int(part[1]) - (name in ("@", "*")), 0)
-                return value[offset : offset + int(part[2])] if part[2] else value[offset:]
+                numbers = [one + (name in ("@", "*")) for one in indices(value)]
+                start += max(numbers, default=-1) + 1 if start < 0 else 0
+                cut = [word for number, word in zip(numbers, value, strict=True) if number >= start]
+                return cut if length is None else cut[: length - (name in ("@", "*") and start == 0 and length > 0)]
             return [self._edited(word, rest) for word in value]
         return self._edited(value, rest)
+
+    def _span(self, rest: str) -> tuple[int, int | None]:
+        """`:offset:length`.  Raises Undecided."""
+        offset, colon, length = rest[1:].partition(":")
+        return self.scope.calculate(offset), self.scope.calculate(length) if colon else None
 
     def _default(self, value: Value | None, name: str, operator: str, text: str) -> Value:
         if isinstance(value, Word) and value.unknown and not value.unset and operator[-1] != "?":
@@ -321,14 +346,16 @@ class _Expansion:
 
     def _edited(self, value: Word, rest: str) -> Word:
         text = known([value])[0]
-        if found := re.fullmatch(r":\s*(-?\d+)(?::(-?\d+))?", rest):
-            start = int(found[1])
-            cut = text[start:] if found[2] is None else text[start:][: int(found[2])]
-            return Word(cut, value.where)
+        if rest[0] == ":":
+            start, length = self._span(rest)
+            start = max(start + len(text), 0) if start < 0 else start
+            return Word(text[start:] if length is None else text[start:][:length], value.where)
         if found := re.fullmatch(r"(##?|%%?)(.*)", rest, re.DOTALL):
             return Word(_trimmed(text, found[1], self._pattern(found[2])), value.where)
         if found := re.fullmatch(r"(//?)((?:[^/\\]|\\.)+)(?:/(.*))?", rest, re.DOTALL):
             new = known([single(Raw(found[3] or "", self.where), self.scope)])[0]
+            if "&" in new:
+                raise Undecided(f"${{...{rest}}} is not read")
             if found[1] == "/" and found[2][0] in "#%":  # only at the start, or at the end
                 front = found[2][0] == "#"
                 rest = _trimmed(text, 2 * found[2][0], self._pattern(found[2][1:]))
@@ -340,11 +367,17 @@ class _Expansion:
         raise Undecided(f"${{...{rest}}} is not read")
 
     def _pattern(self, text: str) -> str:
-        return known([single(Raw(text, self.where), self.scope)])[0]
+        word = single(Raw(text, self.where), self.scope)
+        return known([word])[0] if word.bare else glob.escape(known([word])[0])
+
+
+def matches(text: str, pattern: str) -> bool:
+    """Whether a text is of a shell's pattern, in which `[^a]` is what Python's fnmatch calls `[!a]`."""
+    return fnmatch.fnmatchcase(text, pattern.replace("[^", "[!"))
 
 
 def _pattern(text: str) -> re.Pattern[str]:
-    return re.compile(fnmatch.translate(text).removesuffix(r"\Z").removesuffix(r"\z"), re.DOTALL)
+    return re.compile(fnmatch.translate(text.replace("[^", "[!")).removesuffix(r"\Z").removesuffix(r"\z"), re.DOTALL)
 
 
 def _trimmed(text: str, operator: str, pattern: str) -> str:
@@ -354,12 +387,17 @@ def _trimmed(text: str, operator: str, pattern: str) -> str:
     shortest = len(operator) == 1
     for cut in cuts if front == shortest else reversed(cuts):
         piece = text[:cut] if front else text[cut:]
-        if fnmatch.fnmatchcase(piece, pattern):
+        if matches(piece, pattern):
             return text[cut:] if front else text[:cut]
     return text
 
 
 def _ansi(text: str) -> str:
     """The inside of `$'...'`."""
-    plain = {"n": "\n", "t": "\t", "\\": "\\", "'": "'", '"': '"', "r": "\r"}
-    return re.sub(r"\\(.)", lambda found: plain.get(found[1], found[0]), text, flags=re.DOTALL)
+    plain = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "e": "\x1b", "f": "\f", "v": "\v"}
+
+    def char(found: re.Match[str]) -> str:
+        hexadecimal, octal, other = found.groups()
+        return chr(int(hexadecimal[1:], 16)) if hexadecimal else chr(int(octal, 8) % 256) if octal else plain.get(other, other)
+
+    return re.sub(r"\\(?:(x[0-9a-fA-F]{1,2}|u[0-9a-fA-F]{1,4})|([0-7]{1,3})|(.))", char, text, flags=re.DOTALL)

@@ -49,11 +49,11 @@ class Undecided(Exception):  # noqa: N818 - a result, not an error
 
 
 class Leave(Exception):  # noqa: N818 - control flow of a script, no error
-    """`exit`, `return`, `break`, `continue`: left by name."""
+    """`exit`, `return`, `break`, `continue`: left by name, and for `break 2` by how many loops."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, loops: int = 1) -> None:
         super().__init__(kind)
-        self.kind = kind
+        self.kind, self.loops = kind, loops
 
 
 def refuse(where: Where, what: str) -> UsageError:

@@ -1,0 +1,228 @@
+"""What real bash starts, against what is read of its scripts: the same words, or words that are said not to be known, never others."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from bisect_hooks.errors import UsageError
+
+from bisect_tool.launch.shell import Shell
+
+TRAIN = "import json, sys\njson.dump(sys.argv[1:], open('argv.json', 'w'))\n"
+FLAGS = "A=(--num-layers 40 --swiglu)\n"
+# each makes the list A, with which train.py is then started
+SCRIPTS = {
+    'printf -v elem': FLAGS + 'printf -v "A[1]" 61',
+    'printf -v elem 10': FLAGS + 'printf -v "A[10]" 61',
+    'printf -v scalar': FLAGS + 'printf -v A 61',
+    'unset gap': FLAGS + "unset 'A[1]'\nA[9]=x",
+    'unset gap index': FLAGS + "unset 'A[1]'\nA[1]=41",
+    'unset first then += ': FLAGS + "unset 'A[0]'\nA+=(z)",
+    'unset last neg': FLAGS + "unset 'A[-1]'",
+    'unset elem slice': FLAGS + 'unset \'A[0]\'\nA=("${A[@]:1}")',
+    'unset ref': FLAGS + "unset 'A[0]'\nX=${A[1]}\nA=(--num-layers $X)",
+    'local in function': FLAGS + 'f() { local A=(--num-layers 61); }\nf',
+    'local -a in function': FLAGS + 'f() { local -a A=(--num-layers 61); A+=(x); }\nf',
+    'local then assign': FLAGS + 'f() { local A; A=(--num-layers 61); }\nf',
+    'declare in function': FLAGS + 'f() { declare A=(--num-layers 61); }\nf',
+    'declare -g in function': FLAGS + 'f() { declare -g A=(--num-layers 61); }\nf',
+    'typeset': FLAGS + 'f() { typeset -a A=(--num-layers 61); }\nf',
+    'readonly -a in function': FLAGS + 'f() { readonly -a A=(--num-layers 61); }\nf',
+    'export in function': 'f() { export N=61; }\nN=40\nf\nA=(--num-layers $N)',
+    'local seen by callee': FLAGS + 'g() { A+=(--bf16); }\nf() { local A=(x); g; }\nf',
+    'local unset': FLAGS + 'f() { local A=(x); unset A; A=(y); }\nf',
+    'assign in function': FLAGS + 'f() { A=(--num-layers 61); }\nf',
+    '+= in function': FLAGS + 'f() { A+=(--bf16); }\nf\nf',
+    'declare -a': 'declare -a A=(--num-layers 40)',
+    'declare -a no value': FLAGS + 'declare -a A',
+    'readonly -a': 'readonly -a A=(--num-layers 40)',
+    'readonly then assign': FLAGS + 'readonly A\nA=(--num-layers 61)',
+    'readonly then +=': FLAGS + 'readonly -a A\nA+=(--bf16)',
+    'declare -A': 'declare -A M=([x]=1 [y]=2)\nA=("${M[@]}")',
+    'declare -A elem': 'declare -A M\nM[x]=5\nA=("${M[x]}")',
+    'declare -i': 'declare -i N=2+3\nA=(--num-layers $N)',
+    'declare -i +=': 'declare -i N=2\nN+=3\nA=(--num-layers $N)',
+    'declare -u': 'declare -u N=abc\nA=(--num-layers $N)',
+    'declare -l': 'declare -l N=ABC\nA=(--num-layers $N)',
+    'declare -n': FLAGS + 'declare -n R=A\nR+=(--bf16)',
+    'declare -n elem': FLAGS + 'declare -n R=A\nR[1]=61',
+    'local -n': FLAGS + 'f() { local -n r=$1; r+=(--bf16); }\nf A',
+    'indirect': FLAGS + 'R="A[@]"\nA=("${!R}" x)',
+    'indirect keys': FLAGS + 'for i in "${!A[@]}"; do A[$i]=x$i; done',
+    'mapfile': FLAGS + 'mapfile -t A < <(echo --num-layers; echo 61)',
+    'mapfile here': FLAGS + 'mapfile -t A <<EOF\n--num-layers\n61\nEOF',
+    'mapfile default': 'mapfile -t < <(echo q)\nA=("${MAPFILE[@]}")',
+    'readarray pipe': FLAGS + 'echo x | readarray -t A',
+    'read -a': FLAGS + 'read -r -a A <<< "--num-layers 61"',
+    'read -ra': FLAGS + 'read -ra A <<< "--num-layers 61"',
+    'read var': 'read N <<< 61\nA=(--num-layers $N)',
+    'read no var': 'read <<< 61\nA=(--num-layers $REPLY)',
+    'read prompt': 'N=40\nread -p N M <<< 5\nA=(--num-layers $N)',
+    'read elem': FLAGS + 'read "A[1]" <<< 61',
+    '+= in for': 'A=()\nfor i in 1 2; do A+=(x$i); done',
+    '+= in while read': 'A=()\nwhile read -r l; do A+=($l); done <<< "x y"',
+    '+= in pipe while': FLAGS + 'echo x | while read -r l; do A+=($l); done',
+    '+= in subshell': FLAGS + '(A+=(x))',
+    '+= in background': FLAGS + '{ A+=(x); } &\nwait',
+    'simple in background': FLAGS + 'A+=(x) &\nwait',
+    'function in background': FLAGS + 'f() { A+=(x); }\nf &\nwait',
+    '+= in cmd subst': FLAGS + 'X=$(A+=(x); echo y)',
+    'list elements keyed': 'A=([0]=a [2]=c [1]=b)',
+    'list keyed gap': 'A=([3]=a b)',
+    'list keyed +=': FLAGS + 'A+=([1]=61)',
+    'A=scalar on array': FLAGS + 'A=x',
+    'A+=scalar on array': FLAGS + 'A+=x',
+    'A[-1]=': FLAGS + 'A[-1]=x',
+    'A[1]+=': FLAGS + 'A[1]+=1',
+    'A[i++]': FLAGS + 'i=1\nA[i]=61',
+    'A[gap]': FLAGS + 'A[7]=x\nA[5]=y',
+    'let A[1]': FLAGS + 'let "A[1]=61"',
+    '(( A[1]=61 ))': FLAGS + '(( A[1] = 61 ))',
+    '(( A[1]++ ))': FLAGS + '(( A[1]++ ))',
+    '$((A[1]+1))': FLAGS + 'A=(--num-layers $((A[1]+1)))',
+    ': ${A[1]:=}': FLAGS + ': ${A[5]:=x}',
+    ': ${N:=}': ': ${N:=5}\nA=(--num-layers $N)',
+    '${A[1]:=}': FLAGS + ': ${A[1]:=x}',
+    'getopts': 'N=40\nset -- -n 61\nwhile getopts n: o; do N=$OPTARG; done\nA=(--num-layers $N)',
+    'select var set': 'set -- a b\nset c d\nA=("$@")',
+    'set no dashes': 'set a b\nA=("$@")',
+    'trap DEBUG': FLAGS + "trap 'A[1]=61' DEBUG\n:",
+    'trap EXIT': FLAGS + 'trap "A=(x)" EXIT',
+    'function named echo': 'echo() { builtin echo 61; }\nA=(--num-layers $(echo 40))',
+    'command echo': 'A=(--num-layers $(command echo 40))',
+    'builtin echo': 'A=(--num-layers $(builtin echo 40))',
+    'test -v': 'N=40\n[[ -v N ]] && N=61\nA=(--num-layers $N)',
+    'regex': 'N=40\n[[ abc =~ b ]] && N=61\nA=(--num-layers $N)',
+    'extglob': 'N=40\n[[ abc == @(abc|d) ]] && N=61\nA=(--num-layers $N)',
+    'case pattern class': 'case ab in [a-c]b) N=61;; *) N=40;; esac\nA=($N)',
+    'case neg class': 'case ab in [^b]b) N=61;; *) N=40;; esac\nA=($N)',
+    '[ negclass ]': '[[ ab == [^b]b ]] && N=61 || N=40\nA=($N)',
+    'nocasematch': 'shopt -s nocasematch\n[[ AB == ab ]] && N=61 || N=40\nA=($N)',
+    'nullglob bare': 'shopt -s nullglob\nA=(--x [1,1]*3)',
+    'set -e false': 'set -e\nN=40\nfalse || N=61\nA=($N)',
+    'errexit stops': 'f() { return 1; }\nif f; then N=61; else N=40; fi\nA=($N)',
+    'return value': 'f() { return 0; }\nf && N=61 || N=40\nA=($N)',
+    'func last status': 'f() { [ 1 = 2 ]; }\nf && N=61 || N=40\nA=($N)',
+    '$? use': 'false\nN=$?\nA=(x$N)',
+    'if assignment': 'if N=$(false); then M=1; else M=2; fi\nA=($M)',
+    'declare inline expansions': 'N=1\ndeclare N=2 M=$N\nA=($M)',
+    'prefix assign ext': 'N=40\nN=61 true\nA=($N)',
+    'prefix assign with own ref': 'N=40\nN=61 A=(x)\nA=($N)',
+    'IFS': 'IFS=,\nX=a,b\nA=($X)',
+    'IFS local': 'X=a,b\nIFS=, read -ra A <<< "$X"',
+    'brace nested': 'A=({a,b}{1,2})',
+    'brace with var': 'N=3\nA=({1..$N})',
+    'brace quoted': 'A=("{1..3}" {"a","b"} x{1..3..2})',
+    'brace pad': 'A=({01..03})',
+    'brace letters': 'A=({a..c})',
+    'subst default quoted': 'A=("${X:-"a b"}")',
+    '@Q': 'X="a b"\nA=(${X@Q})',
+    '${A[@]/x/y}': FLAGS + 'A=("${A[@]/40/61}")',
+    '${A[@]%x}': FLAGS + 'A=("${A[@]%0}")',
+    '${A[*]}': FLAGS + 'A=("${A[*]}")',
+    '${A}': FLAGS + 'A=("$A")',
+    '${#A}': FLAGS + 'A=(${#A} ${#A[1]})',
+    'neg slice': FLAGS + 'A=("${A[@]: -2}")',
+    'slice 0 n-1': FLAGS + 'A=("${A[@]:0:${#A[@]}-1}")',
+    'slice neg len': 'X=abcdef\nA=(${X:1:-2})',
+    'substr expr': 'X=abcdef\ni=2\nA=(${X:i:2})',
+    'heredoc eval': FLAGS + 'eval "$(cat <<EOF\nA[1]=61\nEOF\n)"',
+    'source fd': FLAGS + 'source <(echo "A[1]=61")',
+    'source stdin': FLAGS + '. /dev/stdin <<< "A[1]=61"',
+    'eval array': FLAGS + "eval 'A[1]=61'",
+    'until': 'N=1\nuntil (( N >= 40 )); do ((N++)); done\nA=($N)',
+    'nested fn def': 'f() { g() { N=61; }; }\nN=40\nf\ng\nA=($N)',
+    'unset -f': 'f() { N=61; }\nN=40\nunset -f f\nf\nA=($N)',
+    'unset func name var': 'N=40\nN() { :; }\nunset -f N\nA=($N)',
+    'break 2': 'N=0\nfor i in 1 2; do for j in 1 2; do N=$((N+1)); break 2; done; done\nA=($N)',
+    'continue 2': 'N=0\nfor i in 1 2; do for j in 1 2; do N=$((N+1)); continue 2; done; N=9; done\nA=($N)',
+    'coproc-like &': 'N=40\nN=61 &\nwait\nA=($N)',
+    'printf %q': 'printf -v N %q "a b"\nA=("$N")',
+    'printf -v -- ': 'printf -v N -- %s 61\nA=("$N")',
+    'printf rep': 'A=($(printf "%s " x{1..3}))',
+    'printf %b': 'printf -v N \'%b\' \'a\\x41\'\nA=("$N")',
+    'printf %x': 'printf -v N \'%x\' 255\nA=("$N")',
+    'printf %d hex': 'printf -v N \'%d\' 0x10\nA=("$N")',
+    'printf %d oct': 'printf -v N \'%d\' 010\nA=("$N")',
+    'printf %05d': 'printf -v N \'%05.1f\' 2.25\nA=("$N")',
+    'echo -e': "A=($(echo -e 'a\\tb'))",
+    'echo -n -e': 'A=("$(echo -en \'a\\nb\')")',
+    'dirname 2': 'A=($(dirname /a/b/ ))',
+    'basename slash': 'A=($(basename /a/b/))',
+    'dirname plain': 'A=($(dirname ab))',
+    'let str': 'let N=5 M=N+1\nA=($N $M)',
+    '$..': "A=($'a\\x41\\101')",
+    '$...': 'A=($"abc")',
+    'backslash nl': 'A=(--num-\\\nlayers 40)',
+    'A=() newline comments': 'A=(\n--num-layers 40 # x\n# --y\n)',
+    'A=( $(cmd) )': 'A=($(echo a; echo b))',
+    'nested quotes $()': 'A=("$(echo "a b")")',
+    'arith ternary': 'N=$(( 1 ? 61 : 40 ))\nA=($N)',
+    'arith base': 'A=($((16#ff)) $((2#101)))',
+    'arith assign op': '((N=3, N*=2))\nA=($N)',
+    'arith ** assoc': 'A=($((2**3**2)) $((-2**2)))',
+    'arith neg mod': 'A=($((-7%3)))',
+    'string cmp num': '[[ 10 < 9 ]] && N=1 || N=2\nA=($N)',
+    '[ a -o b ]': '[ 1 = 2 -o 1 = 1 ] && N=1 || N=2\nA=($N)',
+    'test prec': 'N=2\nfalse && N=3 || N=4\nA=($N)',
+    'and or': 'true || N=1 && N=2\nA=($N)',
+    '-lt octal': '[[ 010 -eq 8 ]] && N=1 || N=2\nA=($N)',
+    '[ 010 -eq 8 ]': '[ 010 -eq 8 ] && N=1 || N=2\nA=($N)',
+    '[[ var -eq ]]': 'K=5\n[[ K -eq 5 ]] && N=1 || N=2\nA=($N)',
+    '[[ empty -eq 0 ]]': '[[ "" -eq 0 ]] && N=1 || N=2\nA=($N)',
+    '[[ a==b nospace ]]': '[[ a==b ]] && N=1 || N=2\nA=($N)',
+    'exit in subshell': '(exit 1)\nN=$?\nA=(--num-layers 40 --swiglu)\n',
+    'return top': FLAGS + 'f() { A=(y); return; A=(z); }\nf',
+    'pushd': 'pushd /tmp >/dev/null\npopd >/dev/null\nA=(x)',
+    'process subst': 'while read -r x; do N=$x; done < <(echo 61)\nA=($N)',
+    'lastpipe': 'shopt -s lastpipe\nN=40\necho 61 | read N\nA=($N)',
+    'assoc loop order': 'declare -A M=([a]=1)\nfor k in "${!M[@]}"; do A+=("--$k" "${M[$k]}"); done',
+    'var in quotes list': 'X="--num-layers 40"\nA=("$X" $X)',
+    'string list': 'A="--num-layers 40"\nA="$A --bf16"\nA=($A)',
+    'quoted glob': 'A=("*.py" \'[1]*2\')',
+    'for ((;;)) comma': 'for ((i=0,j=5; i<2; i++,j--)); do :; done\nA=($i $j)',
+    'while arith': 'i=0\nwhile ((i++ < 3)); do :; done\nA=($i)',
+    'case fallthrough not': 'case a in a|b) N=1;; a) N=2;; esac\nA=($N)',
+    'case quoted': 'X="a*"\ncase "ab" in "$X") N=1;; $X) N=2;; esac\nA=($N)',
+    '[[ x == $pat ]]': 'P="a*"\n[[ ab == $P ]] && N=1 || N=2\nA=($N)',
+    '[[ x == quoted pat ]]': 'P="a*"\n[[ ab == "$P" ]] && N=1 || N=2\nA=($N)',
+    '${X%$P}': 'P="b*"\nX=aabbb\nA=(${X%$P} ${X%%$P} ${X%"$P"})',
+    '${X//[0-9]/}': 'X=a1b2\nA=(${X//[0-9]/})',
+    '${X^}': 'X=abc\nA=(${X^} ${X^^[b]})',
+    '${X/a/b} amp': 'X=abc\nA=("${X/b/[&]}")',
+    'local IFS': 'f() { local IFS=,; J="$*"; }\nf a b\nA=("$J" "$*")',
+    'join function': 'join() { local IFS="$1"; shift; echo "$*"; }\nA=(--moe-layer-freq "[$(join , 0 1 1)]")',
+    'dyn scope': 'N=40\ng() { N=61; }\nf() { local N=1; g; }\nf\nA=($N)',
+    'local =val keep': 'N=40\nf() { local N=${N}1; M=$N; }\nf\nA=($N $M)',
+    'local x y': 'N=40\nf() { local M N=61; }\nf\nA=($N)',
+    'recursion local': 'f() { local n=$1; if ((n>0)); then f $((n-1)); fi; R="$R$n"; }\nf 3\nA=($R)',
+}  # fmt: skip
+
+
+def started(tmp_path: Path) -> list[str]:
+    """The words that bash gives to train.py."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/root"}
+    subprocess.run(["bash", "run.sh"], cwd=tmp_path, capture_output=True, stdin=subprocess.DEVNULL, env=environment)
+    found: list[str] = json.loads((tmp_path / "argv.json").read_text())
+    return found
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash to compare with")
+@pytest.mark.parametrize("what", SCRIPTS)
+def test_bash_is_never_read_otherwise_than_it_runs(what: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.sh"
+    file.write_text(SCRIPTS[what] + '\npython3 train.py "${A[@]}"\n')
+    shell = Shell(file)
+    try:
+        shell.run()
+    except UsageError as error:
+        assert "run.sh:" in str(error)
+        return
+    words = shell.commands[-1].words[2:]
+    truth = started(tmp_path)
+    assert any(word.unknown for word in words) or [word.text for word in words] == truth

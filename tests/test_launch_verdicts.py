@@ -1,0 +1,164 @@
+"""Scripts that end in another model than config.json: none of them agrees.  Ordinary ones do, however they are written."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bisect_tool.__main__ import run
+
+DATA = Path(__file__).parent / "data"
+FLAGS = shlex.split((DATA / "launch/torchrun_35b.txt").read_text().partition("pretrain_gpt.py")[2])
+AT = FLAGS.index("--rotary-base") + 1
+LIST = f"A=({shlex.join(FLAGS)})\n"
+START = '\ntorchrun pretrain_gpt.py "${A[@]}"\n'
+PYTHON = f"import os, shlex, subprocess, sys\nA = {json.dumps(FLAGS)}\n"
+CALL = '\nsubprocess.run(["torchrun", "pretrain_gpt.py", *A])\n'
+WRONG = '["--rotary-base", "10000"]'
+VERL = "python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2 "
+CONFIG = "+actor_rollout_ref.model.override_config"
+TRANSFORMER = "+actor_rollout_ref.actor.megatron.override_transformer_config"
+
+# script → the flag that is wrong
+DIFFER = {
+    "an element set": (LIST + f"A[{AT}]=10000" + START, "--rotary-base"),
+    "an element printed": (LIST + f'printf -v "A[{AT}]" 10000' + START, "--rotary-base"),
+    "an element taken out and set": (LIST + f"unset 'A[{AT}]'\nA[{AT}]=10000" + START, "--rotary-base"),
+    "an element declared in quotes": (LIST + f'declare "A[{AT}]=10000"' + START, "--rotary-base"),
+    "a local list beside it": (LIST + "f() { local A=(--num-layers 4); }\nf\nA+=(--rotary-base 10000)" + START, "--rotary-base"),
+    "a function that adds": (LIST + "f() { A+=(--rotary-base 10000); }\nf" + START, "--rotary-base"),
+    "a name for another": (LIST + "declare -n R=A\nR+=(--rotary-base 10000)" + START, "--rotary-base"),
+    "a name that stays": (LIST + "readonly N=10000\nN=10000000\nA+=(--rotary-base $N)" + START, "--rotary-base"),
+    "a keyed list": (LIST + "B=([1]=10000 [0]=--rotary-base)\nA+=(${B[@]})" + START, "--rotary-base"),
+    "a class of letters": (LIST + "[[ a == [^b] ]] && A+=(--rotary-base 10000)" + START, "--rotary-base"),
+    "a script that exec ends": (LIST + 'exec torchrun pretrain_gpt.py "${A[@]}" --rotary-base 10000' + START, "--rotary-base"),
+    "an alias": (PYTHON + f"B = A\nB.extend({WRONG})" + CALL, "--rotary-base"),
+    "a function's parameter": (PYTHON + f"def f(x):\n    x += {WRONG}\nf(A)" + CALL, "--rotary-base"),
+    "two lists of which one is used": (PYTHON + f'B = {WRONG}\nC = ["--rotary-base", "10000000"]\nA += B' + CALL, "--rotary-base"),
+    "a shell's line": (PYTHON + 'os.system("torchrun pretrain_gpt.py " + " ".join(A) + " --rotary-base 10000")\n', "--rotary-base"),
+    "verl's own config.json": (f"{VERL}{CONFIG}.num_experts_per_tok=2", "--moe-router-topk"),
+    "verl's own config.json at once": (f"{VERL}{CONFIG}={{num_experts_per_tok:2}}", "--moe-router-topk"),
+    "verl's own config.json, newer": (f"{VERL}{CONFIG}.model_config.num_experts_per_tok=2", "--moe-router-topk"),
+    "verl's own config.json, inside": (f"{VERL}{CONFIG}.text_config.rms_norm_eps=1e-5", "--norm-epsilon"),
+    "verl's own config.json, deeper": (f"{VERL}{CONFIG}.rope_parameters.rope_theta=10000", "--rotary-base"),
+    "verl's own depth": (f"{VERL}{CONFIG}.num_hidden_layers=4", "num_hidden_layers"),
+    "verl's transformer config at once": (f"{VERL}{TRANSFORMER}={{moe_router_topk:2}}", "--moe-router-topk"),
+    "no number": (LIST + "A+=(--norm-epsilon nan)" + START, "--norm-epsilon"),
+    "an infinite number": (LIST + "A+=(--rotary-base inf)" + START, "--rotary-base"),
+}  # fmt: skip
+# script → what is said to be not known
+REFUSED = {
+    "a list read": (LIST + 'read -ra X <<< "--rotary-base 10000"' + START.replace('"${A[@]}"', '"${A[@]}" "${X[@]}"'), "X is read from the outside"),
+    "lines after a switch": (LIST + "mapfile -t X < flags" + START.replace('"${A[@]}"', '"${A[@]}" --use-dynamic-batch-size "${X[@]}"'), "X is read from the outside"),
+    "a sum": (LIST + "declare -i N=9999+1\nA+=(--rotary-base $N)" + START, "N is declared -i"),
+    "what a command prints": (LIST + 'source <(echo "A+=(--rotary-base 10000)")' + START, "what a command prints is sourced"),
+    "an element calculated": (LIST + f"((A[{AT}]=10000))" + START, "is not read"),
+    "a list in another shell": (LIST + "bash -c 'torchrun pretrain_gpt.py ${A[@]}'", "no list is given to a shell"),
+    "a here-document": (LIST + "bash <<EOF\ntorchrun pretrain_gpt.py ${A[@]} --rotary-base 10000\nEOF\n", "this here-document has flags"),
+    "xargs": (LIST + 'echo --rotary-base 10000 | xargs torchrun pretrain_gpt.py "${A[@]}"\n', "xargs reads it from the outside"),
+    "a line with an unknown word": (LIST + 'tmux send-keys "torchrun pretrain_gpt.py ${A[*]} --rotary-base $(cat base)" Enter\n', "is a command line, and is not known"),
+    "an element in Python": (PYTHON + f'A[{AT}] = "10000"' + CALL, f'line 3 (A[{AT}] = "10000")'),
+    "an undecided if": (PYTHON + f'if os.path.exists("x"):\n    A += {WRONG}' + CALL, "is set on line 4"),
+    "a loop": (PYTHON + 'for k, v in {"--rotary-base": "10000"}.items():\n    A += [k, v]' + CALL, "is set on line 4"),
+    "a try": (PYTHON + f"try:\n    A += {WRONG}\nfinally:\n    pass" + CALL, "is set on line 4"),
+    "a function of a library": (PYTHON + "import random\nrandom.shuffle(A)" + CALL, "random.shuffle(A)"),
+    "an imported list": (PYTHON + "from conf import B\nA += B" + CALL, "from conf import B"),
+    "a list from anywhere": (PYTHON + "from conf import *\nA = A + B" + CALL, "from conf import *"),
+    "a command's words": (PYTHON + 'A += subprocess.check_output(["cat", "flags"]).split()' + CALL, "it is what a command says"),
+    "two lists that say otherwise": (f"A = {json.dumps(FLAGS)}\nB = {WRONG}\n", "nothing here says which is used"),
+    "verl's unset value": (f"{VERL}{TRANSFORMER}.moe_router_topk=${{TOPK}}", "nothing in the script sets TOPK"),
+    "no ranks": ("torchrun pretrain_gpt.py --tensor-model-parallel-size 0", "--tensor-model-parallel-size is '0', which is no whole number from 1 up"),
+    "less than none": (LIST + "A+=(--expert-model-parallel-size -1)" + START, "which is no whole number from 1 up"),
+    "half a rank": (LIST + "A+=(--pipeline-model-parallel-size 1.5)" + START, "which is no whole number from 1 up"),
+    "verl without ranks": (f"{VERL}actor_rollout_ref.actor.megatron.expert_model_parallel_size=0", "which is no whole number from 1 up"),
+    "verl with half a rank": (f"{VERL}actor_rollout_ref.actor.megatron.expert_model_parallel_size=1.5", "which is no whole number from 1 up"),
+}  # fmt: skip
+# script → what is left out, where nothing decides
+UNDECIDED = {
+    "a bridge that is told nothing": ("python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.megatron.use_mbridge=True", "the launch says nothing of it"),
+    "a value of config.json that nothing is known of": (f"{VERL}{CONFIG}.residual_gain=2", "residual_gain=2 (run.sh:1)"),
+    "the checkpoint's own args": (LIST + "A+=(--use-checkpoint-args)" + START, "run.sh:2 gives --use-checkpoint-args"),
+}  # fmt: skip
+AGREE = {
+    "a list": LIST + START,
+    "declared": f'declare -a A=({shlex.join(FLAGS)})\nreadonly A\nexec torchrun pretrain_gpt.py "${{A[@]}}" 2>&1 | tee log\n',
+    "a function's local list": f'main() {{ local args=({shlex.join(FLAGS)}); torchrun pretrain_gpt.py "${{args[@]}}" & wait; }}\nmain "$@"\n',
+    "an element set right": LIST + f"unset 'A[{AT}]'\nA[{AT}]=10000000" + START,
+    "strict": LIST + 'set -euo pipefail\nif [ -n "${DEBUG:-}" ]; then set -x; fi\n"${LAUNCH:-torchrun}" pretrain_gpt.py "${A[@]}" "$@"\n',
+    "a local list that is not used": LIST + "f() { local A=(--num-layers 4); printf '%s\\n' \"${A[@]}\"; }\nf" + START,
+    "Python that prints": PYTHON + 'print(" ".join(A), len(A))\nif not A:\n    raise SystemExit(1)' + CALL,
+    "Python in functions": PYTHON.replace("A = ", "def args():\n    return ")
+    + 'def run(cmd):\n    print("+", *cmd)\n    subprocess.run(cmd, check=True, env=os.environ)\n'
+    'def main():\n    cmd = ["torchrun", "pretrain_gpt.py", *args(), *sys.argv[1:]]\n    run(cmd)\nif __name__ == "__main__":\n    main()\n',
+    "Python that quotes": PYTHON + 'os.system("torchrun pretrain_gpt.py " + " ".join(shlex.quote(one) for one in map(str, A)))\n',
+    "Python in a branch": PYTHON + 'if os.environ.get("DRY"):\n    print(A)\nelse:\n    os.execvp("torchrun", ["torchrun", "pretrain_gpt.py", *A])\n',
+    "Python lists": PYTHON + 'B = ["--context-parallel-size", "1"]\nC = ["python3", "pretrain_gpt.py"] + A + B\n',
+    "verl": f"{VERL}{CONFIG}.num_experts_per_tok=8 {TRANSFORMER}.moe_router_topk=8",
+}  # fmt: skip
+
+
+def judged(text: str, tmp_path: Path) -> tuple[int, dict[str, Any]]:
+    script = tmp_path / ("run.py" if text.startswith(("import", "A =")) else "run.sh")
+    script.write_text(text)
+    out = tmp_path / "out"
+    code = run(["config", "--reference", str(DATA / "configs/Qwen3.5-35B-A3B"), "--launch", str(script), "--out", str(out)])
+    return code, json.loads((out / "report.json").read_text()) if out.exists() else {}
+
+
+@pytest.mark.parametrize("what", DIFFER)
+def test_another_model_is_the_fault_of_one_flag(what: str, tmp_path: Path) -> None:
+    text, flag = DIFFER[what]
+    code, page = judged(text, tmp_path)
+    (fault,) = page["faults"]
+    assert (code, page["verdict"], page["minor"], fault["class"]) == (1, "differs", [], "model-definition")
+    assert (fault["relation"]["kind"], fault["relation"]["detail"]["flag"]) == ("config", flag)
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_read_is_named(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, said = REFUSED[what]
+    code, page = judged(text, tmp_path)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert (code, page) == (2, {}) and line.startswith("Error: ") and said in line
+
+
+@pytest.mark.parametrize("what", UNDECIDED)
+def test_where_nothing_decides_nothing_agrees(what: str, tmp_path: Path) -> None:
+    text, said = UNDECIDED[what]
+    code, page = judged(text, tmp_path)
+    (stage,) = [one for one in page["stages"] if one["name"] == "config"]
+    assert (code, page["verdict"], page["faults"], page["minor"]) == (125, "incomparable", [], [])
+    assert any(said in one["why"] for one in stage["skipped"])
+
+
+@pytest.mark.parametrize("what", AGREE)
+def test_ordinary_scripts_agree(what: str, tmp_path: Path) -> None:
+    code, page = judged(AGREE[what], tmp_path)
+    assert (code, page["verdict"], page["faults"], page["minor"]) == (0, "agrees", [], [])
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash to compare with")
+def test_a_variable_set_for_sourcing_alone_is_gone_after_it(tmp_path: Path) -> None:
+    (tmp_path / "base.sh").write_text("A+=(--rotary-base ${BASE:-10000000})\n")
+    file = tmp_path / "run.sh"
+    lines = LIST + "BASE=10000 source ./base.sh\nB=(--rotary-base ${BASE:-10000000})\n"
+    file.write_text(f"{lines}echo ${{A[@]: -1}} ${{B[1]}}\n")
+    found = subprocess.run(["bash", "run.sh"], cwd=tmp_path, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"})
+    assert found.stdout == "10000 10000000\n"
+    code, page = judged(lines + START, tmp_path)
+    assert code == 1 and [fault["relation"]["detail"]["value"] for fault in page["faults"]] == [10000]
+    shutil.rmtree(tmp_path / "out")
+    code, page = judged(lines + 'torchrun pretrain_gpt.py "${A[@]}" "${B[@]}"\n', tmp_path)
+    assert (code, page["faults"]) == (0, [])
+
+
+def test_a_flag_that_is_no_number_is_written_as_a_word(tmp_path: Path) -> None:
+    code, page = judged(LIST + "A+=(--norm-epsilon nan)" + START, tmp_path)
+    (fault,) = page["faults"]
+    assert code == 1 and fault["relation"]["detail"] == {"flag": "--norm-epsilon", "value": "nan", "expected": 1e-6}
