@@ -93,7 +93,8 @@ class Comparison:
         result.skipped += sorted(found.skipped.items())
         result.notes += self._notes(found)
         result.notes += found.lacking()
-        gap = found.missing or not compared
+        # tokens behind a choice that differs are of other experts, and a recording can't be given the reference's
+        gap = found.missing or not compared or not bool(found.alive.all())
         result.verdict = Verdict.DIFFERS if result.faults else Verdict.INCOMPARABLE if gap else Verdict.AGREES
         return found
 
@@ -136,11 +137,13 @@ class Comparison:
             tokens = rows.nonzero().flatten().tolist()
             where = self._rows_of(tokens)
             difference = measure(*self.run.pair(key))
-            held = "have nothing to do with what enters" if key in found.strange else "hold no numbers or one value throughout"
-            text = (
-                f"Capture fault at {site}: {len(tokens)} of {len(rows)} rows ({where}) {held}, and what follows "
-                "does not show it: nobody wrote them."
+            held, so = (
+                ("have nothing to do with what enters", "they are other rows' values, or nobody wrote them")
+                if key in found.strange
+                else ("hold no numbers or one value throughout", "nobody wrote them")
             )
+            shown = "what follows does not show it" if behind else "what enters agrees"
+            text = f"Capture fault at {site}: {len(tokens)} of {len(rows)} rows ({where}) {held}, and {shown}: {so}."
             do = "Look at what fills the rows of cached or padded positions; record with the prefix cache off."
             shape = {"kind": "unwritten", "text": where, "tokens": tokens[:64]}
             return Finding(
@@ -321,7 +324,8 @@ class Comparison:
         if flips:
             left = int(found.alive.sum())
             notes.append(
-                f"routing: {flips} choices flip, each as the candidate's own logits say; from there on {left} of {len(self.index)} tokens are compared"
+                f"not compared: {len(self.index) - left} of {len(self.index)} tokens, from where their routing differs on: {flips} choices flip, each as "
+                "the candidate's own logits say; bisect-tool run gives them the reference's routing"
             )
         if "lm_head" in found.judged and bool(found.alive.any()):
             reference, candidate = self.run.pair("lm_head")
@@ -396,9 +400,16 @@ def _provenance(reference: Path, candidate: Path, one: Recording, other: Recordi
     return {
         "versions": {"torch": package_version("torch")} | dict(come.versions), "reference": str(reference), "candidate": str(candidate),
         "layout": come.layout, "digests": {"prompts": one.batch.digest}, "parallel": dict(come.parallel),
-        "dtype": SHORT.get(come.dtype, come.dtype), "device": come.device,
+        "dtype": _dtypes(one, other), "device": come.device,
         "prompts": f"{len(one.provenance.rows)} rows, {one.batch.tokens} tokens, as recorded", "seed": None, "command": command,
     }  # fmt: skip
 
 
 SHORT = {"float32": "fp32", "bfloat16": "bf16"}
+
+
+def _dtypes(one: Recording, other: Recording) -> str:
+    """What was asked, as far as both sides computed in the same dtype."""
+    reference, candidate = (SHORT.get(come, come) for come in (one.provenance.dtype, other.provenance.dtype))
+    same = reference == candidate or not reference
+    return candidate if same else f"{reference} reference, {candidate} candidate: neither the same function nor the same rounding is asked"

@@ -8,6 +8,7 @@ the drift, that argument is named.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -322,7 +323,7 @@ class Lab:
 
     def _level(self, result: Pass, site: Site) -> float:
         levels = [one.difference.relative_rms for key, one in result.judged.items() if site_name(key) == str(site) and one.difference]
-        return max(levels, default=float("nan"))
+        return max(levels, key=lambda level: (not math.isfinite(level), level), default=math.nan)  # max() passes over NaN
 
     def _before(self, site: Site) -> float:
         return self.located.sites[site].difference.relative_rms if self.located.sites[site].difference else float("nan")  # type: ignore[union-attr]

@@ -315,10 +315,10 @@ def follows(chosen: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
 
 
 def unwritten(tensor: torch.Tensor) -> torch.Tensor:
-    """Rows that look as if nobody wrote them: not finite, or one value throughout."""
+    """Rows that look as if nobody wrote them: nothing finite, or one value throughout."""
     flat = tensor.reshape(len(tensor), -1)
     constant = (flat == flat[:, :1]).all(-1) if flat.shape[1] > 2 else torch.zeros(len(flat), dtype=torch.bool)
-    return constant | ~flat.isfinite().all(-1)
+    return constant | ~flat.isfinite().any(-1)
 
 
 def unlike(reference: torch.Tensor, candidate: torch.Tensor) -> torch.Tensor:

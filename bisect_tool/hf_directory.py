@@ -31,6 +31,8 @@ DTYPES = {
 }  # fmt: skip
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SCALE = "_scale_inv"
+# bytes of a model that a fingerprint takes in whole; of a tensor of a larger one it takes so many rows, spread evenly
+WHOLE, SAMPLED = 1 << 30, 16
 
 
 def canonical(name: str) -> str:
@@ -149,12 +151,16 @@ class HuggingFaceDirectory:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of every tensor's name, shape, dtype and first row: tells weights from others, and reads next to nothing."""
+        """A digest of every tensor's name, shape, dtype and values: all of them up to WHOLE bytes, of larger models some rows of each."""
         digest = hashlib.sha256()
+        whole = sum(stored.row_bytes * (stored.shape[0] if stored.shape else 1) for stored in self.stored.values()) <= WHOLE
         for name in self.names:
             stored = self.stored[name]
-            row = stored.rows(0, 1) if stored.shape else stored.read()
-            digest.update(f"{name} {stored.shape} {stored.dtype} ".encode() + row.contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(f"{name} {stored.shape} {stored.dtype} ".encode())
+            apart = max(1, stored.shape[0] // SAMPLED) if stored.shape else 1
+            some = [stored.read()] if whole or not stored.shape else (stored.rows(n, n + 1) for n in range(0, stored.shape[0], apart))
+            for rows in some:
+                digest.update(rows.contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
     @cached_property

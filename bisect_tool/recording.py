@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,6 +30,8 @@ from bisect_tool.prompts import Batch
 SCHEMA = "bisect-tool/recording/1"
 PAGE = "recording.json"
 NOISE = "noise.safetensors"
+# kept by expert, and not by token
+PROBED = re.compile(r"layers\.\d+\.experts\.fc[12](:rows)?$")
 # why a key is absent that its side can't have: such are not expected
 NOWHERE = "the imported dump has no such site in any layer"
 UNHEARD = (FUSED, NOWHERE)
@@ -118,7 +122,13 @@ class Recording:
     def __getitem__(self, key: str) -> torch.Tensor:
         if key not in self.files:
             raise UsageError(f"{self.path} has no {key}")
-        return self._read(self.files[key], key)
+        found = self._read(self.files[key], key)
+        if not PROBED.match(key) and len(found) != self.batch.tokens:
+            raise UsageError(
+                f"{self.path / self.files[key]} is of another recording: {key} has {len(found)} rows, and {PAGE} {self.batch.tokens} tokens",
+                hint="record it again",
+            )
+        return found
 
     def width(self, key: str) -> tuple[int, ...]:
         """The shape of a key's tensor behind its tokens, unread."""
@@ -133,6 +143,10 @@ class Recording:
         worst = self.provenance.worst[key]
         if len(worst) != 3:
             raise UsageError(f"{self.path} keeps {len(worst)} statistics of its noise, this version asks for 3", hint="record it again")
+        if not all(bool(one.isfinite().all()) for one in (rows, columns)) or not all(map(math.isfinite, worst)):
+            raise UsageError(
+                f"{self.path} keeps a noise at {key} that is not finite, so nothing says what is allowed", hint="record it again"
+            )
         return Noise(rows, columns, *worst)
 
     def _read(self, name: str, key: str) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import ChainMap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +15,7 @@ from bisect_hooks.hf import VERSION, Reference
 
 from bisect_tool.floor import measured
 from bisect_tool.prompts import Batch
-from bisect_tool.recording import Provenance, Recording, by_group, writing
+from bisect_tool.recording import Provenance, Recording, by_group, in_order, writing
 from bisect_tool.reference import Wanted, probe_all, said_of
 from bisect_tool.spilled import Spilled
 
@@ -32,6 +32,7 @@ def record_reference(wanted: Wanted, reference: Reference, batch: Batch, out: Pa
         said = Spilled(Path(folder) / "said")
         for _, part in batch.parts():
             said.add(said_of(reference, part))
+        _check_finite(reference, said)
         probes = probe_all(reference, said)
         floor, free_floor, noises = measured(reference, batch, said, probes, Path(folder))
         everything = ChainMap(probes, said)  # type: ignore[arg-type]
@@ -56,6 +57,23 @@ def record_reference(wanted: Wanted, reference: Reference, batch: Batch, out: Pa
             )
         )
     return Recording(out)
+
+
+def _check_finite(reference: Reference, said: Mapping[str, torch.Tensor]) -> None:
+    """Raises UsageError where the reference's own values are no numbers: nothing can be held against those."""
+    for key in in_order(said):
+        wrong = int((~said[key].isfinite()).sum())
+        if wrong:
+            weights = [name for name, one in reference.model.named_parameters() if not bool(one.isfinite().all())]
+            held = (
+                f"its own {', '.join(weights[:3])} {'holds' if len(weights) == 1 else 'hold'} some"
+                if weights
+                else "all its weights are finite"
+            )
+            raise UsageError(
+                f"the reference itself gives {wrong} values that are NaN or infinite, first at {key} ({held})",
+                hint="nothing can be held against it: take the reference from where it came from again",
+            )
 
 
 @dataclass(frozen=True)

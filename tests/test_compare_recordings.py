@@ -6,7 +6,10 @@ into ranks' files, put together and judged by the code that ships.  Nothing here
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from bisect_hooks.family import family_of
 from bisect_hooks.parallel import Parallel
 from bisect_hooks.zigzag import zigzag_order
 from rank_files import megatron, write_ranks
+from safetensors.torch import load_file, save_file
 from written import Errors, Written
 
 from bisect_tool import golden
@@ -235,3 +239,32 @@ def test_a_wrong_weight_keeps_its_class_open_and_names_the_run_that_decides(refe
     assert place(fault) == (None, 5, "linear_attention", "out_proj")
     assert fault["class_candidates"] == ["conversion", "model-definition", "parallel"]
     assert "--tp 2" in fault["next"]
+
+
+def test_tokens_behind_a_choice_that_differs_are_not_compared_and_that_is_no_agreement(tmp_path: Path) -> None:
+    token = 64
+    end = next(one for one in accumulate(map(len, GOLDEN.provenance.rows)) if one > token)
+    name, sides = GOLDEN.files["layers.7.router.topk"], [tmp_path / "reference", tmp_path / "candidate"]
+    for side in sides:
+        shutil.copytree(GOLDEN.path, side)
+    said = load_file(sides[0] / name)
+    topk, logits = said["layers.7.router.topk"][token], said["layers.7.router.logits"][token]
+    last, next_one = logits.argsort(descending=True)[[int(topk.sum()) - 1, int(topk.sum())]].tolist()
+    logits[next_one] = logits[last] * (1 - 1e-6 * logits[last].sign())  # nearly a tie: the candidate chooses the other
+    save_file(said, sides[0] / name)
+    for values in (topk, logits):
+        values[[last, next_one]] = values[[next_one, last]]
+    said["layers.7.output"][token + 1 : end] *= 2
+    save_file(said, sides[1] / name)
+    page = judged(*sides)
+    assert page["verdict"] == "incomparable" and not page["faults"]
+    (note,) = [one for one in page["stages"][3]["notes"] if "their routing differs" in one]
+    assert note.startswith(f"not compared: {end - token} of {sum(map(len, GOLDEN.provenance.rows))} tokens")
+
+
+def test_recordings_of_two_dtypes_are_said_to_be(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(GOLDEN.path, other)
+    said = json.loads((other / "recording.json").read_text())
+    (other / "recording.json").write_text(json.dumps(said | {"dtype": "bfloat16"}))
+    assert compare(GOLDEN.path, other).to_json()["provenance"]["dtype"].startswith("fp32 reference, bf16 candidate")

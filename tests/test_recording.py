@@ -87,20 +87,26 @@ def test_each_layer_has_a_file_of_its_own(tmp_path: Path) -> None:
 
 def test_a_group_that_comes_twice_loses_nothing(tmp_path: Path) -> None:
     with writing(tmp_path / "recording") as writer:
-        writer.add("layers.002", {"layers.2.input_norm": torch.ones(2, 2)})
-        writer.add("layers.002", {"layers.2.output": torch.zeros(2, 2)})
+        writer.add("layers.002", {"layers.2.input_norm": torch.ones(5, 2)})
+        writer.add("layers.002", {"layers.2.output": torch.zeros(5, 2)})
         writer.add("layers.002", {})
         writer.close(PROVENANCE)
     found = Recording(tmp_path / "recording")
-    assert found["layers.2.input_norm"].sum() == 4
+    assert found["layers.2.input_norm"].sum() == 10
     assert found["layers.2.output"].sum() == 0
 
 
 def test_a_view_is_written_as_the_values_it_shows(tmp_path: Path) -> None:
-    whole = torch.arange(20.0).reshape(4, 5)
-    found = write(tmp_path / "recording", {"embedding": whole.T, "lm_head": whole[1:3]})
+    whole = torch.arange(30.0).reshape(6, 5)
+    found = write(tmp_path / "recording", {"embedding": whole.T, "lm_head": whole[1:6]})
     assert torch.equal(found["embedding"], whole.T)
-    assert torch.equal(found["lm_head"], whole[1:3])
+    assert torch.equal(found["lm_head"], whole[1:6])
+
+
+def test_a_file_of_another_recording_is_refused(tmp_path: Path) -> None:
+    found = write(tmp_path / "recording", {"lm_head": torch.zeros(6, 2)})
+    with pytest.raises(UsageError, match="is of another recording: lm_head has 6 rows"):
+        found["lm_head"]
 
 
 def test_two_writings_of_the_same_are_the_same_bytes(tmp_path: Path) -> None:

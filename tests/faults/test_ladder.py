@@ -87,8 +87,11 @@ def test_a_run_against_golden_recordings_places_and_proves_what_a_run_against_th
 def test_a_golden_recording_of_other_weights_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = tmp_path / "other"
     shutil.copytree(REFERENCE, other)
-    file = next(other.glob("*.safetensors"))
-    save_file({name: -one if name.endswith("lm_head.weight") else one for name, one in load_file(file).items()}, file)
+    name = "model.language_model.layers.2.mlp.experts.gate_up_proj"
+    file = next(one for one in other.glob("*.safetensors") if name in load_file(one))
+    weights = load_file(file)
+    weights[name][3, 17] *= 1.05
+    save_file(weights, file)
     asked = ["run", "--reference", str(other), "--candidate", str(GOLDEN / "tiny-qwen3.5-moe-torch_dist"), "--golden", str(GOLDEN)]
     assert run([*asked, "--prompts", str(PROMPTS), "--stages", "inputs,forward", "--out", str(tmp_path / "out")]) == 2
     assert "is of other weights" in capsys.readouterr().err
@@ -187,3 +190,18 @@ def test_an_interrupted_run_exits_130_and_leaves_no_rank_behind(tmp_path: Path) 
     assert errors.decode().strip().endswith("Error: interrupted")
     assert not psutil.wait_procs(ranks, timeout=10)[1]
     assert not (tmp_path / "out" / "report.json").exists()
+
+
+def test_a_reference_of_which_a_weight_is_no_number_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(REFERENCE, other)
+    name = "model.language_model.layers.2.linear_attn.in_proj_z.weight"
+    file = next(one for one in other.glob("*.safetensors") if name in load_file(one))
+    weights = load_file(file)
+    weights[name][50, 20] = torch.nan
+    save_file(weights, file)
+    asked = ["run", "--reference", str(other), "--candidate", str(GOLDEN / "tiny-qwen3.5-moe-torch_dist"), "--prompts", str(PROMPTS)]
+    assert run([*asked, "--stages", "inputs,forward", "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert "the reference itself gives 78 values that are NaN or infinite, first at layers.2.linear_attention.in_proj:z" in said
+    assert "in_proj_z.weight holds some" in said
