@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 import torch
 
@@ -64,9 +65,9 @@ def _scaled(want: torch.Tensor, got: torch.Tensor) -> Change | None:
         return None
     w, g, slack = w[usable], g[usable], slack[usable]
     ends = torch.stack([(g - slack) / w, (g + slack) / w]).sort(0).values
-    for value in simplest(float(ends[0].max()), float(ends[1].min())):
+    for value, times in product(simplest(float(ends[0].max()), float(ends[1].min())), (_times, _times_once)):
         change = Change(
-            "scale", {"value": value}, partial(_times, value=value),
+            "scale", {"value": value}, partial(times, value=value),
             f"multiply the reference by {value:g}, compare every byte", "as it is, the reference differs by {before}",
         )  # fmt: skip
         if value != 1 and same_bytes(change.apply(want), got):
@@ -185,6 +186,11 @@ def _normal(values: torch.Tensor, std: float) -> bool:
 
 def _times(block: torch.Tensor, value: float) -> torch.Tensor:
     return (block.double() * value).to(block.dtype)
+
+
+def _times_once(block: torch.Tensor, value: float) -> torch.Tensor:
+    """As torch multiplies: by the factor in float32, which falls on the other side of many ties of bfloat16."""
+    return block * value
 
 
 def _plus(block: torch.Tensor, value: float) -> torch.Tensor:

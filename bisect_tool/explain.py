@@ -140,13 +140,15 @@ def _unknown(detail: Mapping[str, Any], _first: Finding) -> tuple[str, str]:
 
 def _part(detail: Mapping[str, Any]) -> str:
     """Which part of a tensor a change covers, where it is not all of it."""
+    rows = ""
+    if isinstance(detail.get("rows"), list):
+        shown = [f"{start} to {stop - 1}" if stop > start + 1 else f"{start}" for start, stop in detail["rows"][:4]]
+        one = len(detail["rows"]) == 1 and detail["rows"][0][1] == detail["rows"][0][0] + 1
+        rows = f" in row{'' if one else 's'} {', '.join(shown)}{' ..' if len(detail['rows']) > 4 else ''}"
     if "experts" in detail:
-        return (
-            f" in {detail['wrong']} of {detail['of']} experts ({span(detail['experts'][:8])}{' ..' if len(detail['experts']) > 8 else ''})"
-        )
-    if "rows" in detail and isinstance(detail["rows"], list):
-        return f" in rows {', '.join(f'{start} to {stop - 1}' for start, stop in detail['rows'][:4])}{' ..' if len(detail['rows']) > 4 else ''}"
-    return ""
+        more = " .." if len(detail["experts"]) > 8 else ""
+        return f"{rows and f'{rows},'} in {detail['wrong']} of {detail['of']} experts ({span(detail['experts'][:8])}{more})"
+    return rows
 
 
 def _rounded(detail: Mapping[str, Any], first: Finding) -> tuple[str, str]:

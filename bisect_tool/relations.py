@@ -157,7 +157,7 @@ class Search:
         change = reordered(want, got, self.ways)
         if change is not None:
             return _claimed(change)
-        rows = (bits(want) != bits(got)).flatten(1).any(1) if want.dim() > 1 else torch.ones(len(want), dtype=torch.bool)
+        rows = _differing(want, got)
         if bool(rows.all()):
             change = self._numbers(want, got)
             return None if change is None else _claimed(change)
@@ -173,7 +173,7 @@ class Search:
         want, got = wrong.expected.rows(unequal[0], unequal[0] + 1)[0], wrong.candidate.rows(unequal[0], unequal[0] + 1)[0]
         change = reordered(want, got, self.ways) or self._numbers(want, got)
         if change is None:
-            return None
+            return self._rows_of_experts(wrong, unequal)
         if "axis" in change.detail:  # of the whole tensor, experts in front
             change = replace(change, detail=change.detail | {"axis": change.detail["axis"] + 1})
         count = wrong.candidate.shape[0]
@@ -186,6 +186,21 @@ class Search:
             made = change.apply(wrong.expected.rows(e, e + 1)[0])
             if not same_bytes(made.contiguous(), wrong.candidate.rows(e, e + 1)[0].contiguous()):
                 return None
+        return _claimed(change, some)
+
+    def _rows_of_experts(self, wrong: Wrong, unequal: Sequence[int]) -> Found:
+        """The same change to some rows of each wrong expert."""
+        pairs = []
+        for e in unequal:
+            want, got = (side.rows(e, e + 1)[0] for side in (wrong.expected, wrong.candidate))
+            rows = _differing(want, got)
+            pairs.append((e, rows, want[rows], got[rows].contiguous()))
+        change = self._numbers(pairs[0][2], pairs[0][3])
+        if change is None or any(not same_bytes(change.apply(want).contiguous(), got) for _, _, want, got in pairs[1:]):
+            return None
+        some: dict[str, object] = {"experts": list(unequal[:64]), "wrong": len(unequal), "of": wrong.candidate.shape[0]}
+        if len(pairs) == 1:
+            some["rows"] = joined((i, i + 1) for i in pairs[0][1].nonzero().flatten().tolist())[:16]
         return _claimed(change, some)
 
     def _before(self, wrong: Wrong) -> Found:
@@ -257,3 +272,8 @@ def formula(mapped: Sequence[int]) -> str | None:
             if all(f == e // n * stride + e % n for e, f in enumerate(mapped)):
                 return f"(e div {n}) * {stride} + e mod {n}"
     return None
+
+
+def _differing(want: torch.Tensor, got: torch.Tensor) -> torch.Tensor:
+    """Rows whose bytes differ; of a vector all, because one value explains nothing."""
+    return (bits(want) != bits(got)).flatten(1).any(1) if want.dim() > 1 else torch.ones(len(want), dtype=torch.bool)

@@ -215,6 +215,10 @@ CASES = [
     # not of the catalogue
     case("scale", 2, each((PROJ,), [7], lambda t: (t.float() * 1.02).to(t.dtype)), Wrong([7], "attention", ["out_proj"], "scale", {"value": 1.02})),
     case(
+        "one-row", 0, each((FC2,), [6], to.row_times((9, 17), 1.05)),
+        Wrong([6], "experts", ["fc2"], "scale", {"value": 1.05, "experts": [9], "wrong": 1, "of": EXPERTS, "rows": [[17, 18]]}, ep=[2]), alone="ep4",
+    ),
+    case(
         "two-scales", 4, both(each((SHARED1,), [1], lambda t: (t.float() * 1.02).to(t.dtype)), each((SHARED2,), [1], lambda t: t * 2)),
         Wrong([1], "shared_expert", ["fc1"], "scale", {"value": 1.02}), Wrong([1], "shared_expert", ["fc2"], "scale", {"value": 2.0}),
     ),

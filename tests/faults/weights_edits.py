@@ -113,6 +113,17 @@ def both(*edits: Edit) -> Edit:
     return edit
 
 
+def row_times(at: tuple[int, ...], factor: float) -> Change:
+    """One row as torch multiplies it in the dtype it has."""
+
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        moved = tensor.clone()
+        moved[at] = moved[at] * factor
+        return moved
+
+    return change
+
+
 def each(ends: Sequence[str], layers: Sequence[int], change: Change) -> Edit:
     """Changes tensors of decoder layers."""
     return named([f"decoder.layers.{n}.{end}" for n in layers for end in ends], change)
