@@ -292,6 +292,7 @@ class Questions:
 
     def _say_rest(self, compared: Sequence[int], measured: Sequence[Measured], by_text: Sequence[Measured]) -> None:
         rows = judging.table(self.bench.said)
+        self._say_nulls()
         if self._say_noise(compared, measured):
             self._clear(rows, measured)
         if len(rows) > 1:
@@ -318,6 +319,16 @@ class Questions:
                 f"{verb(len(silent), 'its', 'their')} text alone was judged, which shows garbling and no "
                 f"small drift; {self.rerun('--server URL')} would score {verb(len(silent), 'it', 'them')} (verl: actor_rollout_ref.rollout.calculate_log_probs=True)"
             )
+
+    def _say_nulls(self) -> None:
+        """A log-prob that is not there agrees with nothing, and who leaves out the bad ones would agree in all others."""
+        for side in ("decode", "prefill", "trained"):
+            found = judging.nulls(self.bench.samples, side)
+            if found is not None:
+                self.found.open.append(
+                    f"{counted(found.count, 'log-prob', of=found.of)} of the {judging.WORDS[side]} {verb(found.count, 'is', 'are')} null, first {found.where}: "
+                    f"{verb(found.count, 'that token was', 'those tokens were')} not compared, and the loss mask does not leave {verb(found.count, 'it', 'them')} out"
+                )
 
     def _say_noise(self, compared: Sequence[int], measured: Sequence[Measured]) -> bool:
         """How far off responses are that have no fault one by one, and whether that is noise; answers whether all are alike in it."""
@@ -356,7 +367,8 @@ class Questions:
         for side, suspect in (("decode", "the engine's decode"), ("prefill", "the engine's prefill"), ("candidate", judging.CONVERSION)):
             value = far.get((side, "reference"))
             tail = patterns.torn(torch.cat([each.apart(side, "reference") for each in self.bench.said]))
-            if value is not None and value <= patterns.MOST and not tail:
+            whole = side not in ("decode", "prefill") or judging.nulls(self.bench.samples, side) is None
+            if value is not None and value <= patterns.MOST and not tail and whole:
                 self.found.cleared.append((suspect, f"its log-probs are {value:.2g} nats a token from the reference's"))
 
     def _add(
