@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_room import Engine, Row, experts_mod, judged, rewritten, said
+from engine_room import MODEL, Engine, Row, experts_mod, judged, rewritten, said, slime_dump
+
+from bisect_tool.__main__ import run
 
 pytestmark = pytest.mark.wide
 
@@ -71,3 +74,40 @@ def test_nulls_that_the_format_explains_are_no_holes(engine: Engine, rows: list[
     code, page = judged(tmp_path / "out", "--rollout", told(tmp_path / "0.jsonl", rows, logs, prompt_logprobs=before, loss_mask=keep))
     assert (code, page["faults"], open_notes(page)) == (0, [], [])
     assert {one["suspect"] for one in page["cleared"]} == {"tokenisation and template", "the engine's decode"}
+
+
+def aborted(rows: list[Row]) -> list[Row]:
+    return [replace(row, tokens=row.tokens[: row.start], logs=()) if i in (2, 5) else row for i, row in enumerate(rows)]
+
+
+@pytest.mark.parametrize("kind", ["ids", "text", "slime"])
+def test_responses_without_a_token_are_left_out_and_named(kind: str, engine: Engine, rows: list[Row], tmp_path: Path) -> None:
+    made = aborted(rows)
+    if kind == "slime":
+        none = {"response_length": 0, "status": "aborted", "rollout_log_probs": []}
+        made = [row.plus(**none) if i in (2, 5) else row for i, row in enumerate(rows)]
+        dump, places = slime_dump(tmp_path / "0.pt", made), "0.pt sample 2, 0.pt sample 5"
+    elif kind == "ids":
+        dump, places = told(tmp_path / "0.jsonl", made, holed(made, lambda i, k: False)), "0.jsonl line 3, 0.jsonl line 6"
+    else:
+        dump, places = tmp_path / "0.jsonl", "0.jsonl line 3, 0.jsonl line 6"
+        page = [{"input": row.text, "output": engine.tokenizer.text(row.answer)} for row in made]
+        dump.write_text("".join(json.dumps(one) + "\n" for one in page))
+    code, page = judged(tmp_path / "out", "--rollout", dump)
+    assert (code, page["faults"], page["stages"][4]["compared"]["responses"]) == (125 if kind == "text" else 0, [], 6)
+    assert {"what": "2 of 8 responses", "why": f"they have no token: {places}"} in page["stages"][4]["skipped"]
+
+
+def test_nothing_but_responses_without_a_token(rows: list[Row], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = [replace(row, tokens=row.tokens[: row.start], logs=()) for row in rows]
+    dump = told(tmp_path / "0.jsonl", made, holed(made, lambda i, k: False))
+    assert run(["rollout", "--reference", str(MODEL), "--rollout", str(dump), "--out", str(tmp_path / "out")]) == 2
+    assert "holds no response" in capsys.readouterr().err
+
+
+def test_log_probs_of_no_response_are_refused(rows: list[Row], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A dump that lost its ids is no dump of aborted responses."""
+    made = [replace(row, tokens=row.tokens[: row.start]) if i == 2 else row for i, row in enumerate(rows)]
+    dump = told(tmp_path / "0.jsonl", made, holed(made, lambda i, k: False))
+    assert run(["rollout", "--reference", str(MODEL), "--rollout", str(dump), "--out", str(tmp_path / "out")]) == 2
+    assert "0.jsonl line 3: log-probs of an empty response" in capsys.readouterr().err
