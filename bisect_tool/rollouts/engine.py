@@ -141,7 +141,7 @@ class Questions:
         )
         self._add(
             "rollout-config", site, ("reference", "engine"), Relation(kind, one.detail | part), f"Rollout-config fault: the engine's log-probs{whose}.", do,
-            measure(found.reference, found.engine), proof=proof,
+            None, proof=proof,
         )  # fmt: skip
         self.found.cleared.append(("the weights", f"by that definition engine and reference are {one.after:.2g} nats a token apart"))
         return one
@@ -195,10 +195,9 @@ class Questions:
             f"Rollout-config fault: engine and reference give the same log-probs, and {counted(len(odd), 'response', of=len(compared))} {verb(len(odd), 'surprises', 'surprise')} both by "
             f"{surprise:.2g} nats a token more than text drawn at temperature 1: tokens are not drawn from these log-probs."
         )
-        reference = torch.cat([self.bench.said[i].reference for i in odd])
         self._add(
             "rollout-config", HEAD, ("reference", "engine"), Relation("config", {"flag": "sampling", "surprise": surprise, "expected": 0.0}), text,
-            "Look at temperature, top_p, top_k, min_p and penalties of the rollout.", measure(reference, reference),
+            "Look at temperature, top_p, top_k, min_p and penalties of the rollout.", None,
         )  # fmt: skip
 
     def _patterns(self, measured: Sequence[Measured], order: Sequence[int]) -> None:
@@ -218,12 +217,12 @@ class Questions:
         engine = torch.cat([each.side(each.best) for each in said])
         reference = torch.cat([each.reference for each in said])
         both = engine.isfinite()
-        difference = measure(reference[both], engine[both]) if bool(both.any()) else None
         broken = sum(len(one.broken) for _, one in bad)
+        difference = measure(reference[both], engine[both]) if bool(both.any()) and not broken else None
         first = min(one.first or 0 for _, one in bad)
         sizes = sum(one.apart for _, one in bad) / len(bad) if bad[0][1].text else patterns.mean([one.numbers for _, one in bad])
         what = (
-            f"wrong: {broken} of {verb(len(bad), 'its', 'their')} log-probs {verb(broken, 'is', 'are')} none ({judging.no_numbers([one for _, one in bad])})" if broken
+            f"wrong: {broken} of {verb(len(bad), 'its', 'their')} values {verb(broken, 'is no log-prob', 'are no log-probs')} ({judging.no_numbers([one for _, one in bad])})" if broken
             else f"{sizes:.2g} nats a token more surprising than the reference's own text" if bad[0][1].text else f"{sizes:.2g} nats a token from the {'trainer' if to_trainer else 'reference'}"
         )  # fmt: skip
         loops = sum(patterns.repeats(self.bench.samples[i].tokens[self.bench.samples[i].start :]) > 0.5 for i, _ in bad)

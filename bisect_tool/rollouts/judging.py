@@ -253,7 +253,7 @@ def worst_tokens(
         kind = "more surprising than its own text" if one.text else f"apart{after}"
         size = f"{one.mean:.3g} nats a token {kind}"
         if one.broken:
-            size = f"{len(one.broken)} of its {one.sample.length} log-probs {verb(len(one.broken), 'is', 'are')} none ({no_numbers([one], named=False)}), the others {size}"
+            size = f"{len(one.broken)} of its {one.sample.length} values {verb(len(one.broken), 'is no log-prob', 'are no log-probs')} ({no_numbers([one], named=False)}), the others {size}"
         lines.append(f"{one.sample.where}: {size}{since}; worst at token {k}, {around[1]!r} after {around[0]!r}: {numbers}")
     return lines
 

@@ -87,12 +87,16 @@ def test_a_support_that_was_cut_in_some_responses_below_the_noise_of_engines(eng
     assert page["first"]["relation"]["detail"] == {"flag": "top_k", "value": 5, "expected": -1, "seen": "some", "wrong": 3, "of": 8}
 
 
-def test_a_temperature_of_one_engine_is_said_to_be_that_engines(engine: Engine, rows: list[Row], tmp_path: Path) -> None:
+def test_a_temperature_of_one_engine_is_said_to_be_that_engines(
+    engine: Engine, rows: list[Row], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     made = [row.plus(engine=i % 2) for i, row in enumerate(some(engine, rows, (1, 3, 5, 7), temperature=0.8))]
     code, page = judged(tmp_path / "out", "--rollout", lines(tmp_path / "0.jsonl", made))
     assert (code, verdict(page)) == (1, config_fault("scale"))
     assert page["first"]["relation"]["detail"]["engines"] == ["1"]
     assert "only on engine 1" in page["first"]["explanation"]
+    printed = capsys.readouterr().out  # in nats a token, before and after: the allowance is for numbers of one definition
+    assert "  proof " in printed and "relative rms" not in printed
 
 
 def test_one_wrong_response_is_counted_as_one(engine: Engine, rows: list[Row], tmp_path: Path) -> None:
@@ -175,8 +179,8 @@ def test_a_stop_token_that_the_loss_mask_leaves_out_is_said(kept: int, engine: E
     code, page = judged(tmp_path / "out", "--rollout", lines(tmp_path / "0.jsonl", made))
     assert (code, page["faults"]) == (0 if kept else 125, [])
     assert ("open: 8 of 8 responses end with a stop token that the loss mask leaves out" in said(page)) == (not kept)
-    skipped = [one["what"] for one in page["stages"][4]["skipped"]]
-    assert skipped == ([] if kept else ["log-probs of 8 tokens"])
+    skipped = [(one["what"], one["why"]) for one in page["stages"][4]["skipped"]]
+    assert skipped == ([] if kept else [("log-probs of 8 tokens", "the loss mask leaves them out")])
 
 
 @pytest.mark.parametrize("reason", ["stop", "length"])
