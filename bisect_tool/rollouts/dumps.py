@@ -25,8 +25,8 @@ ENGINE_KEYS = ("engine", "engine_id", "engine_rank", "dp_rank", "worker", "worke
 NUMPY = {"f2": "e", "f4": "f", "f8": "d", "i4": "i", "i8": "q"}
 
 
-def read_rollout(path: Path) -> list[Sample]:
-    """Every sample of a rollout dump.  Raises UsageError."""
+def read_rollout(path: Path) -> tuple[list[Sample], list[str]]:
+    """(samples of a rollout dump, places of those without a token).  Raises UsageError."""
     page = _page(path)
     if "samples" not in page:
         kind = "a train dump: give it as --train" if "rollout_data" in page else f"it holds {', '.join(map(str, page))[:120]}"
@@ -37,8 +37,8 @@ def read_rollout(path: Path) -> list[Sample]:
     samples = page["samples"]
     if not isinstance(samples, list) or not all(isinstance(one, dict) for one in samples):
         raise UsageError(f"{path}: its samples are not a list of tables")
-    found = [_sample(f"{path.name} sample {number}", one, rollout) for number, one in enumerate(samples)]
-    return [sample for sample in found if sample is not None]
+    found = {where: _sample(where, one, rollout) for number, one in enumerate(samples) if (where := f"{path.name} sample {number}")}
+    return [one for one in found.values() if one is not None], [where for where, one in found.items() if one is None]
 
 
 def _sample(where: str, said: Mapping[str, Any], rollout: Any) -> Sample | None:

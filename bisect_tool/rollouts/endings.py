@@ -29,9 +29,7 @@ def judge(samples: Sequence[Sample], ends: frozenset[int], result: StageResult, 
     samples = [one for one in samples if one.exact]
     masked = sum(len(one.masked) for one in samples)
     if masked:
-        result.skipped.append(
-            (f"log-probs of {counted(masked, 'token')}", "the loss mask leaves them out: others than the engine wrote them")
-        )
+        result.skipped.append((f"log-probs of {counted(masked, 'token')}", f"the loss mask leaves {verb(masked, 'it', 'them')} out"))
     stopped = [one for one in samples if one.tokens[-1] in ends]
     untaught = [one for one in stopped if one.length - 1 in one.masked and 0 < one.length - 1 and one.length - 2 not in one.masked]
     if untaught:

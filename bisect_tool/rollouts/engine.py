@@ -141,7 +141,7 @@ class Questions:
         )
         self._add(
             "rollout-config", site, ("reference", "engine"), Relation(kind, one.detail | part), f"Rollout-config fault: the engine's log-probs{whose}.", do,
-            measure(found.reference, found.engine), proof=proof,
+            None, proof=proof,
         )  # fmt: skip
         self.found.cleared.append(("the weights", f"by that definition engine and reference are {one.after:.2g} nats a token apart"))
         return one
@@ -195,10 +195,9 @@ class Questions:
             f"Rollout-config fault: engine and reference give the same log-probs, and {counted(len(odd), 'response', of=len(compared))} {verb(len(odd), 'surprises', 'surprise')} both by "
             f"{surprise:.2g} nats a token more than text drawn at temperature 1: tokens are not drawn from these log-probs."
         )
-        reference = torch.cat([self.bench.said[i].reference for i in odd])
         self._add(
             "rollout-config", HEAD, ("reference", "engine"), Relation("config", {"flag": "sampling", "surprise": surprise, "expected": 0.0}), text,
-            "Look at temperature, top_p, top_k, min_p and penalties of the rollout.", measure(reference, reference),
+            "Look at temperature, top_p, top_k, min_p and penalties of the rollout.", None,
         )  # fmt: skip
 
     def _patterns(self, measured: Sequence[Measured], order: Sequence[int]) -> None:
@@ -218,12 +217,12 @@ class Questions:
         engine = torch.cat([each.side(each.best) for each in said])
         reference = torch.cat([each.reference for each in said])
         both = engine.isfinite()
-        difference = measure(reference[both], engine[both]) if bool(both.any()) else None
         broken = sum(len(one.broken) for _, one in bad)
+        difference = measure(reference[both], engine[both]) if bool(both.any()) and not broken else None
         first = min(one.first or 0 for _, one in bad)
         sizes = sum(one.apart for _, one in bad) / len(bad) if bad[0][1].text else patterns.mean([one.numbers for _, one in bad])
         what = (
-            f"wrong: {broken} of {verb(len(bad), 'its', 'their')} log-probs {verb(broken, 'is', 'are')} none ({judging.no_numbers([one for _, one in bad])})" if broken
+            f"wrong: {broken} of {verb(len(bad), 'its', 'their')} values {verb(broken, 'is no log-prob', 'are no log-probs')} ({judging.no_numbers([one for _, one in bad])})" if broken
             else f"{sizes:.2g} nats a token more surprising than the reference's own text" if bad[0][1].text else f"{sizes:.2g} nats a token from the {'trainer' if to_trainer else 'reference'}"
         )  # fmt: skip
         loops = sum(patterns.repeats(self.bench.samples[i].tokens[self.bench.samples[i].start :]) > 0.5 for i, _ in bad)
@@ -292,6 +291,7 @@ class Questions:
 
     def _say_rest(self, compared: Sequence[int], measured: Sequence[Measured], by_text: Sequence[Measured]) -> None:
         rows = judging.table(self.bench.said)
+        self._say_nulls()
         if self._say_noise(compared, measured):
             self._clear(rows, measured)
         if len(rows) > 1:
@@ -318,6 +318,16 @@ class Questions:
                 f"{verb(len(silent), 'its', 'their')} text alone was judged, which shows garbling and no "
                 f"small drift; {self.rerun('--server URL')} would score {verb(len(silent), 'it', 'them')} (verl: actor_rollout_ref.rollout.calculate_log_probs=True)"
             )
+
+    def _say_nulls(self) -> None:
+        """A log-prob that is not there agrees with nothing, and who leaves out the bad ones would agree in all others."""
+        for side in ("decode", "prefill", "trained"):
+            found = judging.nulls(self.bench.samples, side)
+            if found is not None:
+                self.found.open.append(
+                    f"{counted(found.count, 'log-prob', of=found.of)} of the {judging.WORDS[side]} {verb(found.count, 'is', 'are')} null, first {found.where}: "
+                    f"{verb(found.count, 'that token was', 'those tokens were')} not compared, and the loss mask does not leave {verb(found.count, 'it', 'them')} out"
+                )
 
     def _say_noise(self, compared: Sequence[int], measured: Sequence[Measured]) -> bool:
         """How far off responses are that have no fault one by one, and whether that is noise; answers whether all are alike in it."""
@@ -356,7 +366,8 @@ class Questions:
         for side, suspect in (("decode", "the engine's decode"), ("prefill", "the engine's prefill"), ("candidate", judging.CONVERSION)):
             value = far.get((side, "reference"))
             tail = patterns.torn(torch.cat([each.apart(side, "reference") for each in self.bench.said]))
-            if value is not None and value <= patterns.MOST and not tail:
+            whole = side not in ("decode", "prefill") or judging.nulls(self.bench.samples, side) is None
+            if value is not None and value <= patterns.MOST and not tail and whole:
                 self.found.cleared.append((suspect, f"its log-probs are {value:.2g} nats a token from the reference's"))
 
     def _add(

@@ -10,10 +10,13 @@ from typing import Any
 
 from bisect_hooks.errors import UsageError
 
+from bisect_tool.faults import counted, verb
 from bisect_tool.rollouts import dumps, lines
 from bisect_tool.rollouts.sample import Sample
 
 DUMPS, LINES = (".pt", ".pth"), (".jsonl", ".json")
+# empty responses that are named
+NAMED = 8
 
 
 @dataclass(frozen=True)
@@ -71,19 +74,25 @@ class Read:
 def read(evidence: Evidence, encode: lines.Encode) -> Read:
     """Every file, the trainer's log-probs beside them.  Raises UsageError."""
     found = Read()
+    empty: list[str] = []
     for path in files(evidence.rollouts):
         if path.suffix in DUMPS:
-            found.samples += dumps.read_rollout(path)
+            samples, without = dumps.read_rollout(path)
         else:
-            samples, prompts = lines.read_lines(path, encode)
-            found.samples += samples
+            samples, prompts, without = lines.read_lines(path, encode)
             found.prompts += prompts
+        found.samples += samples
+        empty += without
     if found.prompts and evidence.server is None:
         raise UsageError(
             f"{len(found.prompts)} lines have a prompt and no response", hint="give --server URL to have an engine answer them"
         )
     if evidence.rollouts and not found.samples and not found.prompts:
         raise UsageError(f"{evidence.rollouts[0]} holds no response", hint="were all of them aborted?")
+    if empty:
+        count = counted(len(empty), "response", of=len(empty) + len(found.samples))
+        more = f" and {len(empty) - NAMED} more" if len(empty) > NAMED else ""
+        found.skipped.append((count, f"{verb(len(empty), 'it has', 'they have')} no token: {', '.join(empty[:NAMED])}{more}"))
     if evidence.samples is not None and len(found.samples) > evidence.samples:
         step = len(found.samples) / evidence.samples
         found.skipped.append((f"{len(found.samples) - evidence.samples} of {len(found.samples)} responses", "left out by --samples"))

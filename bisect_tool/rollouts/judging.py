@@ -73,6 +73,28 @@ def sides_of(sample: Sample, view: Scored, others: Mapping[str, Scored], unit: s
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Nulls:
+    """Log-probs of responses that a side left null among those that it wrote.  where: the first"""
+
+    count: int
+    of: int
+    where: str
+
+
+def nulls(samples: Sequence[Sample], side: str) -> Nulls | None:
+    """What a side owes and does not say; a token that the loss mask leaves out is owed by nobody.  None where nothing is missing."""
+    rows = [
+        (sample, {"decode": sample.decode, "prefill": sample.prefill[sample.start :], "trained": sample.trained}[side])
+        for sample in samples
+    ]
+    if side == "prefill" and all(value is None for _, row in rows for value in row):  # a dump that keeps it of prompts alone
+        return None
+    owed = [(sample, k, value) for sample, row in rows for k, value in enumerate(row) if k not in sample.masked]
+    missing = [f"{sample.where} at token {k}" for sample, k, value in owed if value is None]
+    return Nulls(len(missing), len(owed), missing[0]) if missing else None
+
+
 def mean_apart(said: Sequence[Said], one: str, other: str) -> float | None:
     """Mean distance in nats a token over all that both sides said; None where that is nothing."""
     both = torch.cat([each.apart(one, other) for each in said]) if said else torch.empty(0)
@@ -231,7 +253,7 @@ def worst_tokens(
         kind = "more surprising than its own text" if one.text else f"apart{after}"
         size = f"{one.mean:.3g} nats a token {kind}"
         if one.broken:
-            size = f"{len(one.broken)} of its {one.sample.length} log-probs {verb(len(one.broken), 'is', 'are')} none ({no_numbers([one], named=False)}), the others {size}"
+            size = f"{len(one.broken)} of its {one.sample.length} values {verb(len(one.broken), 'is no log-prob', 'are no log-probs')} ({no_numbers([one], named=False)}), the others {size}"
         lines.append(f"{one.sample.where}: {size}{since}; worst at token {k}, {around[1]!r} after {around[0]!r}: {numbers}")
     return lines
 

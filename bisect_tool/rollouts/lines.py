@@ -25,14 +25,15 @@ ENGINE = ("engine", "dp_rank", "engine_id", "worker")
 Encode = Callable[[Any, bool], list[int]]
 
 
-def read_lines(path: Path, encode: Encode) -> tuple[list[Sample], list[Any]]:
-    """(samples, prompts that have no response yet).  encode: text or messages, whether it opens a sequence → ids"""
+def read_lines(path: Path, encode: Encode) -> tuple[list[Sample], list[Any], list[str]]:
+    """(samples, prompts that have no response yet, places of responses without a token).  encode: text or messages, whether it opens a sequence → ids"""
     try:
         text = path.read_text()
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is no text: {error}", hint="dumps of slime and miles end in .pt, others are JSONL") from error
     samples: list[Sample] = []
     open_prompts: list[Any] = []
+    empty: list[str] = []
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             where = f"{path.name} line {number}"
@@ -47,9 +48,11 @@ def read_lines(path: Path, encode: Encode) -> tuple[list[Sample], list[Any]]:
             found = _sample(where, said, encode)
             if isinstance(found, Sample):
                 samples.append(found)
-            elif found is not None:
+            elif found is None:
+                empty.append(where)
+            else:
                 open_prompts.append(found)
-    return samples, open_prompts
+    return samples, open_prompts, empty
 
 
 def _first(said: Mapping[str, Any], names: tuple[str, ...]) -> Any:
@@ -85,10 +88,10 @@ def _sample(where: str, said: Mapping[str, Any], encode: Encode) -> Any:
     ids = list(ids_of(ids, where)) if ids is not None else encode(prompt, True)
     # bytes that were no text when they were decoded can't be encoded again: what stands before them is judged
     answer = list(ids_of(answer, where)) if answer is not None else encode(str(response).split("\ufffd")[0], False)
-    if not answer and not exact and response:
-        return None
+    if not answer and ((not exact and response) or not decode):
+        return None  # nor has one that was aborted before its first token
     if not ids or not answer:
-        raise UsageError(f"{where}: an empty prompt or an empty response")
+        raise UsageError(f"{where}: " + ("an empty prompt" if not ids else "log-probs of an empty response"))
     prompt_logs, prefill = _first(said, PROMPT_LOGS), _first(said, PREFILL)
     drafted = said.get("draft_accepted")
     versions = said.get("weight_versions") or said.get("weight_version") or ()

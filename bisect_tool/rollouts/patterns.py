@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -78,10 +78,21 @@ def by_logs(samples: Sequence[Sample], differences: Sequence[torch.Tensor]) -> l
     everywhere = together > ALL_APART and usual > USUAL
     bound = USUAL if everywhere else max(APART, TIMES * usual)
     bad = [far > bound or bool((signal > FAR).any()) for far, signal in zip(apart, signals, strict=True)]
-    return [
+    found = [
         Measured(sample, signal, difference[difference.isfinite()].abs(), far, wrong, _first(signal, 2 * APART) if wrong else None)
         for sample, signal, difference, far, wrong in zip(samples, signals, differences, apart, bad, strict=True)
     ]
+    alike = {age for age in {sample.age for sample in samples} if _one_kind([one for one in found if one.sample.age == age])}
+    return [replace(one, bad=True, first=_first(one.signal, 2 * APART)) if one.sample.age in alike else one for one in found]
+
+
+def _one_kind(measured: Sequence[Measured]) -> bool:
+    """Whether responses of one age are all bad where some are: the others too are further off than any engine, and nothing parts them."""
+    good = [one for one in measured if not one.bad]
+    seen = pattern(measured)
+    if seen is None or seen.kind != "every" or not good or any(one.broken for one in measured):
+        return False
+    return mean([one.numbers for one in good]) > MOST and min(one.apart for one in good) > USUAL
 
 
 def torn(signal: torch.Tensor) -> int:
@@ -186,9 +197,7 @@ def pattern(measured: Sequence[Measured]) -> Pattern | None:
         found = rule(bad, good)
         if found is not None:
             return found
-    return _of_some(bad, good) or Pattern(
-        "every", ("" if good else _onset(bad)) or "from the first tokens on", {"wrong": len(bad), "of": len(measured)}
-    )
+    return _of_some(bad, good) or Pattern("every", _onset(bad) or _from(bad), {"wrong": len(bad), "of": len(measured)})
 
 
 def parted(measured: Sequence[Measured]) -> Pattern:
@@ -218,6 +227,12 @@ def _onset(bad: Sequence[Measured]) -> str:
     if low < 2 or first[len(first) * 4 // 5] - low > WINDOW // 2:
         return ""
     return f"bad from token {low}{f' to {high}' if high > low else ''} on in every response"
+
+
+def _from(bad: Sequence[Measured]) -> str:
+    """The first bad tokens, as every response's own line has them."""
+    low, high = (find(one.first or 0 for one in bad) for find in (min, max))
+    return "from the first tokens on" if high < 2 else f"bad from token {low}{f' to {high}' if high > low else ''} on"
 
 
 def _by_engine(bad: Sequence[Measured], good: Sequence[Measured]) -> Pattern | None:

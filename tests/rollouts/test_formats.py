@@ -24,14 +24,14 @@ def no_text(text: Any, opens: bool) -> list[int]:
 
 def only(path: Path, said: dict[str, Any]) -> Sample:
     path.write_text(json.dumps(said) + "\n")
-    ((sample,), prompts) = read_lines(path, no_text)
-    assert prompts == []
+    ((sample,), prompts, empty) = read_lines(path, no_text)
+    assert (prompts, empty) == ([], [])
     return sample
 
 
 def test_slimes_samples(rows: list[Row], tmp_path: Path) -> None:
     made = slime_dump(tmp_path / "3.pt", rows, 3, weight_versions=["4", "4"], metadata={"dp_rank": 2})
-    sample = read_rollout(made)[0]
+    sample = read_rollout(made)[0][0]
     assert (sample.tokens, sample.start, sample.prompt) == (rows[0].tokens, rows[0].start, rows[0].text)
     assert sample.decode == pytest.approx(rows[0].logs)
     assert (sample.rollout, sample.versions, sample.engine, sample.mixed, sample.age) == (3, ("4", "4"), "2", False, (4, ""))
@@ -44,24 +44,25 @@ def test_miles_keeps_numpy_and_other_classes_in_its_samples(rows: list[Row], tmp
     two = slime_sample(rows[1], 1, rollout_log_probs=[np.float32(log) for log in rows[1].logs], multimodal_inputs={"at": Path("x")})
     three = slime_sample(rows[2], 2, rollout_log_probs=torch.tensor(rows[2].logs), tokens=torch.tensor(rows[2].tokens))
     torch.save({"rollout_id": 0, "samples": [one, two, three]}, tmp_path / "0.pt")
-    for sample, row in zip(read_rollout(tmp_path / "0.pt"), rows, strict=False):
+    for sample, row in zip(read_rollout(tmp_path / "0.pt")[0], rows, strict=False):
         assert sample.tokens == row.tokens and sample.decode == pytest.approx(row.logs, rel=1e-5)
 
 
 def test_what_a_tool_wrote_has_no_log_prob(rows: list[Row], tmp_path: Path) -> None:
     mask = [1] * 10 + [0] * 5 + [1] * 5
     logs = [log if keep else 0.0 for log, keep in zip(rows[0].logs, mask, strict=True)]
-    sample = read_rollout(slime_dump(tmp_path / "0.pt", [rows[0].with_logs(logs)], loss_mask=mask))[0]
+    sample = read_rollout(slime_dump(tmp_path / "0.pt", [rows[0].with_logs(logs)], loss_mask=mask))[0][0]
     assert [one is None for one in sample.decode] == [not keep for keep in mask]
 
 
 def test_aborted_samples_are_left_out(rows: list[Row], tmp_path: Path) -> None:
     torch.save({"samples": [slime_sample(rows[0], 0), slime_sample(rows[1], 1, response_length=0, status="aborted")]}, tmp_path / "0.pt")
-    assert len(read_rollout(tmp_path / "0.pt")) == 1
+    samples, empty = read_rollout(tmp_path / "0.pt")
+    assert (len(samples), empty) == (1, ["0.pt sample 1"])
 
 
 def test_train_dumps_old_and_new_are_joined_by_ids(rows: list[Row], tmp_path: Path) -> None:
-    samples = read_rollout(slime_dump(tmp_path / "0.pt", rows))
+    samples, _ = read_rollout(slime_dump(tmp_path / "0.pt", rows))
     logs = [torch.arange(len(row.answer), dtype=torch.float32) - i for i, row in enumerate(rows)]
     for rank in range(2):  # before format 2: one file a data parallel rank
         own = list(range(rank, len(rows), 2))

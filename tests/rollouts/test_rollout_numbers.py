@@ -48,19 +48,24 @@ NONE = {"NaN": math.nan, "-inf": -math.inf, "-1e+308": -1e308, "-9999": -9999.0,
 
 
 @pytest.mark.parametrize("word", NONE)
-def test_one_value_that_is_no_log_prob_is_named_with_its_place(word: str, rows: list[Row], tmp_path: Path) -> None:
+def test_one_value_that_is_no_log_prob_is_named_with_its_place(
+    word: str, rows: list[Row], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, page = written(tmp_path, put(rows, {(3, 4): NONE[word]}))
     assert (code, verdict(page)) == (1, [fault("rollout", None, "nan")])
     text = page["first"]["explanation"]
-    assert "1 of their log-probs are none" in text and word in text and "in 0.jsonl line 4 at token 4" in text
-    assert "1 of its 20 log-probs are none" in page["stages"][4]["probes"][0] and "engine's decode" not in said(page)
+    assert "1 of its values is no log-prob (" in text and word in text and "in 0.jsonl line 4 at token 4" in text
+    assert "1 of its 20 values is no log-prob (" in page["stages"][4]["probes"][0] and "engine's decode" not in said(page)
     assert page["stages"][4]["compared"]["tokens"] == 159
+    assert "relative rms" not in capsys.readouterr().out  # what its other tokens are apart is no measure of it
 
 
 def test_nothing_but_nan(rows: list[Row], tmp_path: Path) -> None:
     code, page = written(tmp_path, [row.with_logs([math.nan] * len(row.answer)) for row in rows])
     assert (code, verdict(page)) == (1, [fault(None, None, "nan")])
-    assert "8 of 8 responses are wrong: 160 of their log-probs are none (NaN in 0.jsonl line 1 at token 0" in page["first"]["explanation"]
+    assert (
+        "8 of 8 responses are wrong: 160 of their values are no log-probs (NaN in 0.jsonl line 1 at token 0" in page["first"]["explanation"]
+    )
 
 
 UNITS: dict[str, Callable[[float], float]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Collection
 from dataclasses import replace
@@ -19,6 +20,7 @@ from engine_room import (
     Fault,
     Row,
     experts_mod,
+    hooked,
     judged,
     lines,
     noisy,
@@ -87,12 +89,16 @@ def test_a_support_that_was_cut_in_some_responses_below_the_noise_of_engines(eng
     assert page["first"]["relation"]["detail"] == {"flag": "top_k", "value": 5, "expected": -1, "seen": "some", "wrong": 3, "of": 8}
 
 
-def test_a_temperature_of_one_engine_is_said_to_be_that_engines(engine: Engine, rows: list[Row], tmp_path: Path) -> None:
+def test_a_temperature_of_one_engine_is_said_to_be_that_engines(
+    engine: Engine, rows: list[Row], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     made = [row.plus(engine=i % 2) for i, row in enumerate(some(engine, rows, (1, 3, 5, 7), temperature=0.8))]
     code, page = judged(tmp_path / "out", "--rollout", lines(tmp_path / "0.jsonl", made))
     assert (code, verdict(page)) == (1, config_fault("scale"))
     assert page["first"]["relation"]["detail"]["engines"] == ["1"]
     assert "only on engine 1" in page["first"]["explanation"]
+    printed = capsys.readouterr().out  # in nats a token, before and after: the allowance is for numbers of one definition
+    assert "  proof " in printed and "relative rms" not in printed
 
 
 def test_one_wrong_response_is_counted_as_one(engine: Engine, rows: list[Row], tmp_path: Path) -> None:
@@ -175,8 +181,8 @@ def test_a_stop_token_that_the_loss_mask_leaves_out_is_said(kept: int, engine: E
     code, page = judged(tmp_path / "out", "--rollout", lines(tmp_path / "0.jsonl", made))
     assert (code, page["faults"]) == (0 if kept else 125, [])
     assert ("open: 8 of 8 responses end with a stop token that the loss mask leaves out" in said(page)) == (not kept)
-    skipped = [one["what"] for one in page["stages"][4]["skipped"]]
-    assert skipped == ([] if kept else ["log-probs of 8 tokens"])
+    skipped = [(one["what"], one["why"]) for one in page["stages"][4]["skipped"]]
+    assert skipped == ([] if kept else [("log-probs of 8 tokens", "the loss mask leaves them out")])
 
 
 @pytest.mark.parametrize("reason", ["stop", "length"])
@@ -230,3 +236,24 @@ def test_a_template_without_its_generation_prompt(generation: bool, engine: Engi
     if not generation:
         detail = report["first"]["relation"]["detail"]
         assert (detail["missing"], detail["offset"], detail["wrong"]) == (engine.tokenizer.plain("="), -1, 8)
+
+
+# -- a cause that all responses share, and that is large in a few -------------------------------------------------------------------
+
+
+def without(layer: int) -> Fault:
+    return hooked(f"layers.{layer}", lambda _module, inputs, output: (inputs[0], *output[1:]) if isinstance(output, tuple) else inputs[0])
+
+
+def test_a_layer_that_the_engine_skips_is_said_of_all_responses_and_not_of_the_worst(engine: Engine, tmp_path: Path) -> None:
+    """One response is as far off as would make it bad alone; the mean of the others is above what engines show too."""
+    made = engine.generate(fault=without(6), seed=3)
+    code, page = judged(tmp_path / "out", "--rollout", lines(tmp_path / "0.jsonl", made))
+    expected = {"class": None, "between": ["reference", "engine"], "layers": [], "module": None, "parts": [], "relation": "unknown"}
+    assert (code, verdict(page)) == (1, [expected])
+    text, detail = page["first"]["explanation"], page["first"]["relation"]["detail"]
+    assert (detail["seen"], detail["wrong"], detail["of"]) == ("every", 8, 8) and "8 of 8 responses are" in text
+    first = [int(found[1]) for line in page["stages"][4]["probes"] if (found := re.search(r"bad from token (\d+) on", line))]
+    low, high = (int(one) for one in re.findall(r"bad from token (\d+) to (\d+) on", text)[0])
+    assert len(first) == 3 and low == detail["first_token"] and low <= min(first) <= max(first) <= high
+    assert "the conversion" not in {one["suspect"] for one in page["cleared"]}
