@@ -91,8 +91,8 @@ def test_responses_without_a_token_are_left_out_and_named(kind: str, engine: Eng
         dump, places = told(tmp_path / "0.jsonl", made, holed(made, lambda i, k: False)), "0.jsonl line 3, 0.jsonl line 6"
     else:
         dump, places = tmp_path / "0.jsonl", "0.jsonl line 3, 0.jsonl line 6"
-        page = [{"input": row.text, "output": engine.tokenizer.text(row.answer)} for row in made]
-        dump.write_text("".join(json.dumps(one) + "\n" for one in page))
+        lines = [{"input": row.text, "output": engine.tokenizer.text(row.answer)} for row in made]
+        dump.write_text("".join(json.dumps(one) + "\n" for one in lines))
     code, page = judged(tmp_path / "out", "--rollout", dump)
     assert (code, page["faults"], page["stages"][4]["compared"]["responses"]) == (125 if kind == "text" else 0, [], 6)
     assert {"what": "2 of 8 responses", "why": f"they have no token: {places}"} in page["stages"][4]["skipped"]
