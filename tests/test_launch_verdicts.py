@@ -51,6 +51,9 @@ DIFFER = {
     "verl's transformer config at once": (f"{VERL}{TRANSFORMER}={{moe_router_topk:2}}", "--moe-router-topk"),
     "no number": (LIST + "A+=(--norm-epsilon nan)" + START, "--norm-epsilon"),
     "an infinite number": (LIST + "A+=(--rotary-base inf)" + START, "--rotary-base"),
+    "a default of several words": (LIST + 'torchrun pretrain_gpt.py "${A[@]}" ${EXTRA:---rotary-base 10000}\n', "--rotary-base"),
+    "an alternative of several words": (LIST + 'W=1\ntorchrun pretrain_gpt.py "${A[@]}" ${W:+--rotary-base 10000 --bf16}\n', "--rotary-base"),
+    "a default with a quoted word in it": (LIST + 'torchrun pretrain_gpt.py "${A[@]}" ${EXTRA:---lr "1 2" --rotary-base 10000}\n', "--rotary-base"),
 }  # fmt: skip
 # script → what is said to be not known
 REFUSED = {
@@ -100,6 +103,7 @@ AGREE = {
     "Python in a branch": PYTHON + 'if os.environ.get("DRY"):\n    print(A)\nelse:\n    os.execvp("torchrun", ["torchrun", "pretrain_gpt.py", *A])\n',
     "Python lists": PYTHON + 'B = ["--context-parallel-size", "1"]\nC = ["python3", "pretrain_gpt.py"] + A + B\n',
     "verl": f"{VERL}{CONFIG}.num_experts_per_tok=8 {TRANSFORMER}.moe_router_topk=8",
+    "a default in quotes": LIST + 'torchrun pretrain_gpt.py "${A[@]}" --wandb-group "${GROUP:-a --rotary-base 10000}"\n',
 }  # fmt: skip
 
 
