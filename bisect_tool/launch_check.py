@@ -75,7 +75,11 @@ def judge(family: Family, config: Mapping[str, Any], launch: Launch, checkpoint:
             continue
         found.compared += 1
         if judged and not setting.same(value, setting.expected):
-            source = f"{launch.said[setting.arg]}" if given else "the launch does not give it, so Megatron's default holds"
+            source = (
+                f"{launch.said[setting.arg]}"
+                if given
+                else "; ".join(("the launch does not give it, so Megatron's default holds", *launch.lost))
+            )
             against = "" if stored is None or stored == value else f"; the checkpoint's args say {short(stored)}"
             found.mismatches.append(Mismatch(narrowed(setting, value, dims), value, given, source + against))
         elif stored is not None and not setting.same(stored, setting.expected):

@@ -81,6 +81,7 @@ REFUSED = {
     "half a rank": (LIST + "A+=(--pipeline-model-parallel-size 1.5)" + START, "which is no whole number from 1 up"),
     "verl without ranks": (f"{VERL}actor_rollout_ref.actor.megatron.expert_model_parallel_size=0", "which is no whole number from 1 up"),
     "verl with half a rank": (f"{VERL}actor_rollout_ref.actor.megatron.expert_model_parallel_size=1.5", "which is no whole number from 1 up"),
+    "verl's overrides after a comment": (f'B=({VERL[33:]})\n{VERL[:32]} \\\n# x=1 \\\n"${{B[@]}}"\n', "line 4 begins with an override and is no command"),
 }  # fmt: skip
 # script → what is left out, where nothing decides
 UNDECIDED = {
@@ -104,14 +105,15 @@ AGREE = {
     "Python lists": PYTHON + 'B = ["--context-parallel-size", "1"]\nC = ["python3", "pretrain_gpt.py"] + A + B\n',
     "verl": f"{VERL}{CONFIG}.num_experts_per_tok=8 {TRANSFORMER}.moe_router_topk=8",
     "a default in quotes": LIST + 'torchrun pretrain_gpt.py "${A[@]}" --wandb-group "${GROUP:-a --rotary-base 10000}"\n',
+    "a plain command line that lost its backslashes": "torchrun pretrain_gpt.py\n" + "\n".join(shlex.join(FLAGS).replace(" --", "\n--").split("\n")) + "\n",
 }  # fmt: skip
 
 
-def judged(text: str, tmp_path: Path) -> tuple[int, dict[str, Any]]:
+def judged(text: str, tmp_path: Path, *options: str) -> tuple[int, dict[str, Any]]:
     script = tmp_path / ("run.py" if text.startswith(("import", "A =")) else "run.sh")
     script.write_text(text)
     out = tmp_path / "out"
-    code = run(["config", "--reference", str(DATA / "configs/Qwen3.5-35B-A3B"), "--launch", str(script), "--out", str(out)])
+    code = run(["config", "--reference", str(DATA / "configs/Qwen3.5-35B-A3B"), "--launch", str(script), "--out", str(out), *options])
     return code, json.loads((out / "report.json").read_text()) if out.exists() else {}
 
 
@@ -166,3 +168,54 @@ def test_a_flag_that_is_no_number_is_written_as_a_word(tmp_path: Path) -> None:
     code, page = judged(LIST + "A+=(--norm-epsilon nan)" + START, tmp_path)
     (fault,) = page["faults"]
     assert code == 1 and fault["relation"]["detail"] == {"flag": "--norm-epsilon", "value": "nan", "expected": 1e-6}
+
+
+LOST = {
+    "lost at a line's end": (LIST + 'torchrun pretrain_gpt.py "${A[@]}" \\\n  --rotary-base 10000\n  --rotary-base 10000000\n', 4, "--rotary-base"),
+    "a comment between": (LIST + f'torchrun pretrain_gpt.py {shlex.join(FLAGS)} --rotary-base 10000 \\\n# --debug \\\n"${{A[@]}}"\n', 4, "--rotary-base"),
+    "a blank after it": (LIST + f'torchrun pretrain_gpt.py {shlex.join(FLAGS)} --rotary-base 10000 \\ \n"${{A[@]}}"\n', 3, "--rotary-base"),
+    "a comment after it": (LIST + 'torchrun pretrain_gpt.py "${A[@]}" --rotary-base 10000 \\  # as before\n --rotary-base 10000000\n', 3, "--rotary-base"),
+    "flags that are then missing": (LIST.replace(" --attention-output-gate", "") + 'torchrun pretrain_gpt.py "${A[@]}"\n  --attention-output-gate\n', 3, "--attention-output-gate"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", LOST)
+def test_a_line_that_begins_with_a_flag_is_no_part_of_the_command_before_it(what: str, tmp_path: Path) -> None:
+    text, line, flag = LOST[what]
+    code, page = judged(text, tmp_path)
+    (fault,) = page["faults"]
+    assert (code, page["verdict"], page["minor"], fault["relation"]["detail"]["flag"]) == (1, "differs", [], flag)
+    (stage,) = [one for one in page["stages"] if one["name"] == "config"]
+    lost = f"line {line} begins with a flag and is no command: the backslash before it is missing"
+    assert any(lost in note for note in stage["notes"])
+    assert (lost in json.dumps(fault)) == (what == "flags that are then missing")
+
+
+# script, what --set says → the exit code
+SAID = {
+    "the script's own value": (LIST + "BASE=10000\nA+=(--rotary-base $BASE)" + START, "BASE=10000000", 1),
+    "the script's own list": (LIST + 'python3 x.py "${B[@]}"' + START, "B=--rotary-base 10000", 0),
+    "a default": (LIST + "A+=(--rotary-base ${BASE:-10000})" + START, "BASE=10000000", 0),
+    "what a command prints": (LIST + "BASE=$(date)\nA+=(--rotary-base $BASE)" + START, "BASE=10000000", 0),
+    "what depends on a condition": (LIST + "B=10000000\nif ping -c 1 x; then B=10000; fi\nA+=(--rotary-base $B)" + START, "B=10000000", 0),
+    "a local value": (LIST + "f() { local B=10000; A+=(--rotary-base $B); }\nf" + START, "B=10000000", 1),
+    "Python's own value": (PYTHON + 'B = "10000"\nA += ["--rotary-base", B]' + CALL, "B=10000000", 1),
+    "Python's environment": (PYTHON + 'B = os.environ.get("B", "10000")\nA += ["--rotary-base", B]' + CALL, "B=10000000", 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", SAID)
+def test_the_environment_does_not_outdo_the_script(what: str, tmp_path: Path) -> None:
+    text, said, expected = SAID[what]
+    code, page = judged(text, tmp_path, "--set", said)
+    assert (code, [fault["relation"]["detail"]["flag"] for fault in page["faults"]]) == (expected, ["--rotary-base"] * expected)
+
+
+@pytest.mark.parametrize(
+    "text", [LIST + "A+=(--rotary-base ${ROTARY:-10000})" + START, PYTHON + 'print(os.environ["ROTARY"])' + CALL, shlex.join(FLAGS)]
+)
+def test_a_name_that_nothing_reads_is_refused(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, page = judged(text, tmp_path, "--set", "ROTRAY=10000000")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert (code, page) == (2, {}) and "nothing in run." in line and "reads ROTRAY" in line
+    assert ("ROTARY" in line) == ("ROTARY" in text)

@@ -289,6 +289,11 @@ def nearest(name: str) -> str | None:
     return found[0] if found else None
 
 
+def is_flag(text: str) -> bool:
+    """Whether a word is written as a flag, of whatever program."""
+    return re.match(r"--?[A-Za-z]", text) is not None
+
+
 def shapes(words: Sequence[Word]) -> int:
     """How many words are flags of ours: how a launch is told from any other command."""
     return sum(word.text.partition("=")[0] in FLAGS for word in words)

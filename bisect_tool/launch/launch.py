@@ -23,6 +23,7 @@ class Launch:
     whole    a command line was found: what is not given is not given anywhere else
     unsaid   who says what is not given: Megatron's defaults, or a bridge that reads config.json
     changed  values of config.json itself that it changes, by their place in it (`rope_parameters.rope_theta`), and where: the model is built from the changed one
+    lost     lines that were to give more flags, and do not: why
     program  what the command line starts, "" when there is none
     """
 
@@ -36,6 +37,7 @@ class Launch:
     unsaid: Unsaid = "megatron"
     program: str = ""
     changed: Mapping[str, tuple[Any, Where]] = field(default_factory=dict)
+    lost: Sequence[str] = ()
 
     @property
     def spec(self) -> str:

@@ -139,8 +139,8 @@ class Script(Values):
     # -- what is known -----------------------------------------------------------------------------------------------------------
 
     def keep(self, name: str, value: Any, node: ast.stmt) -> None:
-        if name in self.given:
-            value = self.given[name]
+        if isinstance(value, Unknown):
+            value = self.given.get(name, value)
         self.names[name] = value
         self.listed(name, value, node)
 
@@ -164,7 +164,7 @@ class Script(Values):
             made = Unknown(
                 f"{ast.unparse(node)[:60]} on line {node.lineno} is not read", name, flags=self.flagged(held) or self.flagged(more)
             )
-        if isinstance(held, Held) and isinstance(made, Held) and not held.fixed and name not in self.given:
+        if isinstance(held, Held) and isinstance(made, Held) and not held.fixed:
             held[:] = made
             made = held
         self.keep(name, made, node)
@@ -287,7 +287,7 @@ class Script(Values):
         """A function's body, with its parameters; what it returns."""
         outer = self.names, self.returned, self.function, self.shared
         self.names, self.returned, self.function, self.shared = (
-            own.scope | bound | {k: v for k, v in self.given.items() if k in bound},
+            own.scope | {k: self.given.get(k, v) if isinstance(v, Unknown) else v for k, v in bound.items()},
             None,
             own.node.name,
             set(),

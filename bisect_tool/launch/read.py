@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -37,8 +38,19 @@ def read_launch(path: Path, given: Mapping[str, str] | None = None) -> Launch:
         raise UsageError(f"{path} is nested too deeply to be read", hint=HINT) from None
 
 
+def _reads(path: Path, texts: Sequence[str], given: Mapping[str, str]) -> None:
+    """Raises UsageError for a name that is said, and that no text does anything with but set it."""
+    for name in given:
+        if not any(re.search(rf"\$\{{?[#!]?{re.escape(name)}\b|(?<!\w){re.escape(name)}\b(?!\s*\+?=(?!=))", text) for text in texts):
+            names = {one for text in texts for one in re.findall(r"[A-Za-z_]\w*", text)}
+            near = ", ".join(difflib.get_close_matches(name, sorted(names), n=3, cutoff=0.75))
+            raise UsageError(f"--set {name}: nothing in {path.name} reads {name}", hint=f"it has {near}" if near else "")
+
+
 def _read(path: Path, given: Mapping[str, str]) -> Launch:
     text = read_text(path)
+    if path.suffix in (".yaml", ".yml", ".json", ".py"):
+        _reads(path, [text], given)
     if path.suffix in (".yaml", ".yml"):
         return _run_config(path, text)
     if path.suffix == ".json":
@@ -47,15 +59,18 @@ def _read(path: Path, given: Mapping[str, str]) -> Launch:
         return _python(path, text, given)
     first = next((line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")), "")
     if re.match(r"[\"']?--?[A-Za-z]", first) or hydra.is_override(first.split()[0] if first.split() else ""):
-        return _flag_file(path, text)
+        _reads(path, [text], given)
+        return _flag_file(path, text, given)
     return _bash(path, given)
 
 
 def _bash(path: Path, given: Mapping[str, str]) -> Launch:
     shell = Shell(path, given=given)
     shell.run()
+    _reads(path, shell.texts, given)
     lines = [one for one in shell.commands if shapes(one.words) or hydra.shapes(one.words)]
-    notes = [*shell.notes, *(f"{line}, which is not there: what it would set is not known" for line in shell.missing)]
+    lost = [f"{where}: {why}" for where, why in dict.fromkeys(shell.lost)]
+    notes = [*shell.notes, *lost, *(f"{line}, which is not there: what it would set is not known" for line in shell.missing)]
     if lines:
         command = lines[-1]
         if len(lines) > 1:
@@ -63,7 +78,9 @@ def _bash(path: Path, given: Mapping[str, str]) -> Launch:
             notes.append(f"{len(lines)} commands carry Megatron flags ({others} and {command.where}); the last one is read")
         words = [*_after_ray(command.words), *_piped(command.words)]
         launch = _launched(path, "bash script", words)
-        return replace(launch, notes=[*notes, *launch.notes])
+        return replace(launch, notes=[*notes, *launch.notes], lost=[why for _, why in dict.fromkeys(shell.lost)])
+    if shell.lost:
+        raise refuse(*shell.lost[0])
     for text in shell.documents:
         if says_flags(text.text):
             raise refuse(text.where, "this here-document has flags, and what is done with it is not followed")
@@ -126,9 +143,9 @@ def _launched(path: Path, kind: str, words: Sequence[Word], whole: bool = True) 
     )
 
 
-def _flag_file(path: Path, text: str) -> Launch:
+def _flag_file(path: Path, text: str, given: Mapping[str, str]) -> Launch:
     """Flags or overrides, one or more a line: what a shell would have left of its words."""
-    shell = Shell(path)
+    shell = Shell(path, given=given)
     shell.files.append(path)
     body = Reader(f"A=({text}\n)", path).script()
     words = [

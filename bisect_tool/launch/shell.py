@@ -12,10 +12,11 @@ from pathlib import Path
 
 from bisect_hooks.errors import UsageError
 
-from bisect_tool.launch import shell_builtins
+from bisect_tool.launch import hydra, shell_builtins
 from bisect_tool.launch.arithmetic import Arithmetic
-from bisect_tool.launch.shell_assign import adopt, assigned, declare, exported, forget_set, function, lent, marked
-from bisect_tool.launch.shell_syntax import DECLARES, Reader
+from bisect_tool.launch.flags import is_flag
+from bisect_tool.launch.shell_assign import adopt, assigned, declare, environment, exported, forget_set, function, lent, marked, said
+from bisect_tool.launch.shell_syntax import DECLARES, parsed
 from bisect_tool.launch.shell_tests import Condition
 from bisect_tool.launch.shell_tree import (
     Arith,
@@ -66,16 +67,18 @@ class Shell:
     output: list[str] | None = None
     files: list[Path] = field(default_factory=list)
     documents: list[Raw] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
     marks: dict[str, str] = field(default_factory=dict)
     locals: list[dict[str, tuple[Value | None, str]]] = field(default_factory=list)
     substituted: bool | None = True
     exports_all: bool = False
+    lost: list[tuple[Where, str]] = field(default_factory=list)
     steps: int = 0
     depth: int = 0
 
     def __post_init__(self) -> None:
-        for name, value in self.given.items():
-            self.variables.setdefault(name, Word(value, Where(Path("--set"), 1, f"{name}={value}")))
+        for name in self.given:
+            self.variables.setdefault(name, said(self.given, name))
 
     def run(self) -> None:
         """Reads the script to its end.  Raises UsageError naming the line that it can't follow."""
@@ -86,9 +89,9 @@ class Shell:
 
     def read(self, text: str, file: Path, first_line: int = 1) -> bool | None:
         """Follows a script's text in this state."""
-        reader = Reader(text, file, first_line)
-        body = reader.script()
+        reader, body = parsed(text, file, first_line, not self.files)
         self.documents += reader.documents
+        self.texts.append(text)
         self.files.append(file)
         with self.deeper(Where(file, first_line)):
             status = self.all(body)
@@ -108,8 +111,8 @@ class Shell:
 
     def put(self, name: str, value: Value) -> None:
         name = self._meant(name)
-        if name not in self.given and "r" not in self.marks.get(name, ""):
-            self.variables[name] = value
+        if "r" not in self.marks.get(name, ""):
+            self.variables[name] = environment(self.given, name, value)
 
     def _meant(self, name: str) -> str:
         """The name itself, or what it is declared to stand for (`declare -n`)."""
@@ -371,6 +374,11 @@ class Shell:
         if not words:
             return True
         name = words[0].text
+        if is_flag(name) or hydra.is_override(name):
+            kind = "a flag" if is_flag(name) else "an override"
+            why = f"line {node.where.line} begins with {kind} and is no command: the backslash before it is missing"
+            self.lost.append((node.where, why))
+            return False
         if name in DECLARES:
             declare(self, name, words[1:], node.declares)
             return True
