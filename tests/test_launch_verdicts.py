@@ -88,6 +88,18 @@ UNDECIDED = {
     "a bridge that is told nothing": ("python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.megatron.use_mbridge=True", "the launch says nothing of it"),
     "a value of config.json that nothing is known of": (f"{VERL}{CONFIG}.residual_gain=2", "residual_gain=2 (run.sh:1)"),
     "the checkpoint's own args": (LIST + "A+=(--use-checkpoint-args)" + START, "run.sh:2 gives --use-checkpoint-args"),
+    "two commands that differ": (LIST + 'torchrun pretrain_gpt.py "${A[@]}" --rotary-base 10000' + START, "run.sh:2 and run.sh:3 start models that differ in --rotary-base"),
+    "two commands, the last is wrong": (LIST + START + 'torchrun pretrain_gpt.py "${A[@]}" --rotary-base 10000\n', "start models that differ in --rotary-base"),
+    "one command of a loop differs": (LIST + 'for b in 10000 10000000; do torchrun pretrain_gpt.py "${A[@]}" --rotary-base $b; done\n', "start models that differ in --rotary-base"),
+    "two Python commands that differ": (PYTHON + 'subprocess.run(["torchrun", "pretrain_gpt.py", *A, "--rotary-base", "10000"])' + CALL, "start models that differ in --rotary-base"),
+    "what a source may set": (LIST + 'source /opt/x.env 2>/dev/null || true\ntorchrun pretrain_gpt.py "${A[@]}" ${EXTRA}\n', "run.sh:2 sources /opt/x.env, which is not read: it may set EXTRA"),
+    "what a guarded source may set": (LIST + '[ -f /opt/c.env ] && . /opt/c.env\ntorchrun pretrain_gpt.py "${A[@]}" ${EXTRA}\n', "run.sh:2 sources /opt/c.env, which is not read: it may set EXTRA"),
+    "code on standard input": (LIST + "python3 - \"${A[@]}\" <<'EOF'\nimport sys\nEOF\n", "python3 - is code that may change them"),
+    "code in a word": (LIST + "python3 -u -c 'import train; train.main()' \"${A[@]}\"\n", "python3 -c is code that may change them"),
+    "a shell's code": (LIST + "bash -s -- \"${A[@]}\" <<'EOF'\ntorchrun pretrain_gpt.py $@ --bf16\nEOF\n", "bash -s is code that may change them"),
+    "a mistyped flag": (LIST + "A+=(--rotary-pct 0.5)" + START, "--rotary-pct is no flag that we know; --rotary-percent is"),
+    "a flag of a kind that is not judged": (LIST + "A+=(--fp8-format hybrid)" + START, "--fp8-format makes another model, of a kind that is not judged"),
+    "another role's transformer config": (f"{VERL}+actor_rollout_ref.ref.megatron.override_transformer_config.moe_router_topk=2", "start models that differ in --moe-router-topk"),
 }  # fmt: skip
 AGREE = {
     "a list": LIST + START,
@@ -106,6 +118,10 @@ AGREE = {
     "verl": f"{VERL}{CONFIG}.num_experts_per_tok=8 {TRANSFORMER}.moe_router_topk=8",
     "a default in quotes": LIST + 'torchrun pretrain_gpt.py "${A[@]}" --wandb-group "${GROUP:-a --rotary-base 10000}"\n',
     "a plain command line that lost its backslashes": "torchrun pretrain_gpt.py\n" + "\n".join(shlex.join(FLAGS).replace(" --", "\n--").split("\n")) + "\n",
+    "a conversion and a run": LIST + 'python3 tools/convert.py "${A[@]}" --expert-model-parallel-size 2 --save x\npython3 eval.py --load x --bf16' + START,
+    "a source and a variable with a default": LIST + 'source ~/.bashrc\ntorchrun pretrain_gpt.py "${A[@]}" --lr ${LR}\n',
+    "a flag that is near nothing": LIST + "A+=(--my-own-reward-thing 2)" + START,
+    "another role as the actor": f"{VERL}{TRANSFORMER}.moe_router_topk=8 +actor_rollout_ref.ref.megatron.override_transformer_config.moe_router_topk=8",
 }  # fmt: skip
 
 
@@ -219,3 +235,32 @@ def test_a_name_that_nothing_reads_is_refused(text: str, tmp_path: Path, capsys:
     (line,) = capsys.readouterr().err.splitlines()
     assert (code, page) == (2, {}) and "nothing in run." in line and "reads ROTRAY" in line
     assert ("ROTARY" in line) == ("ROTARY" in text)
+
+
+@pytest.mark.parametrize("how", ["--config-path=cfg --config-name=mine.yaml", "-cp cfg -cn mine", "--config-path ./cfg --config-name mine"])
+def test_a_hydra_config_beside_the_script_is_not_read_and_not_passed_over(how: str, tmp_path: Path) -> None:
+    text = f"{VERL.replace('main_ppo', f'main_ppo {how}')}\n"
+    code, page = judged(text, tmp_path)
+    assert (code, page["faults"]) == (0, [])
+    shutil.rmtree(tmp_path / "out")
+    (tmp_path / "cfg").mkdir()
+    (tmp_path / "cfg/mine.yaml").write_text("actor_rollout_ref: {actor: {megatron: {override_transformer_config: {moe_router_topk: 2}}}}\n")
+    code, page = judged(text, tmp_path)
+    (stage,) = [one for one in page["stages"] if one["name"] == "config"]
+    assert (code, page["faults"]) == (125, []) and any("cfg/mine.yaml, which is not read" in one["why"] for one in stage["skipped"])
+
+
+def test_a_scaled_rope_of_a_bridge_is_not_judged(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    for value, expected in ((False, 0), (True, 125)):
+        file.write_text(f"model:\n  num_layers: 40\n  rope_scaling: {str(value).lower()}\n")
+        reference = str(DATA / "configs/Qwen3.5-35B-A3B")
+        assert run(["config", "--reference", reference, "--launch", str(file), "--out", str(tmp_path / str(value))]) == expected
+
+
+def test_a_script_with_carriage_returns_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.sh"
+    file.write_bytes((LIST + START).replace("\n", "\r\n").encode())
+    assert run(["config", "--reference", str(DATA / "configs/Qwen3.5-35B-A3B"), "--launch", str(file), "--out", str(tmp_path / "out")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "run.sh:1: this line ends in a carriage return (CRLF), which bash takes for part of its last word" in line

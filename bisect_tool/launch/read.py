@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -72,12 +73,7 @@ def _bash(path: Path, given: Mapping[str, str]) -> Launch:
     lost = [f"{where}: {why}" for where, why in dict.fromkeys(shell.lost)]
     notes = [*shell.notes, *lost, *(f"{line}, which is not there: what it would set is not known" for line in shell.missing)]
     if lines:
-        command = lines[-1]
-        if len(lines) > 1:
-            others = ", ".join(str(one.where) for one in lines[:-1])
-            notes.append(f"{len(lines)} commands carry Megatron flags ({others} and {command.where}); the last one is read")
-        words = [*_after_ray(command.words), *_piped(command.words)]
-        launch = _launched(path, "bash script", words)
+        launch = _one_of(path, "bash script", [([*_after_ray(one.words), *_piped(one.words)], one.where) for one in lines])
         return replace(launch, notes=[*notes, *launch.notes], lost=[why for _, why in dict.fromkeys(shell.lost)])
     if shell.lost:
         raise refuse(*shell.lost[0])
@@ -124,6 +120,17 @@ def _after_ray(words: Sequence[Word]) -> Sequence[Word]:
     return made
 
 
+def _one_of(path: Path, kind: str, commands: Sequence[tuple[Sequence[Word], Where]]) -> Launch:
+    """The last of several command lines; the others are held against it."""
+    made = [_launched(path, kind, words, whole=not words[0].text.startswith("-")) for words, _ in commands]
+    launch, at = made[-1], commands[-1][1]
+    if len(made) == 1:
+        return launch
+    others = [(str(where), str(at), one) for one, (_, where) in zip(made[:-1], commands, strict=False)]
+    said = f"{len(made)} commands carry Megatron flags ({', '.join(one for one, _, _ in others)} and {at}); the last one is read"
+    return replace(launch, notes=[said, *launch.notes], others=[*launch.others, *others])
+
+
 def _launched(path: Path, kind: str, words: Sequence[Word], whole: bool = True) -> Launch:
     """One command line."""
     at = next((i for i, word in enumerate(words) if PROGRAM.search(word.text)), None)
@@ -133,14 +140,37 @@ def _launched(path: Path, kind: str, words: Sequence[Word], whole: bool = True) 
     rest = words[start + 1 :] if start is not None else words
     if hydra.shapes(rest) and not shapes(rest):
         told = hydra.read_overrides(rest)
+        kind = f"{kind}, Hydra overrides"
+        role = Launch(path, kind, told.args | told.reference, told.said, unsaid="reference", changed=told.changed)
         return Launch(
-            path, f"{kind}, Hydra overrides", told.args, told.said, told.unknown, whole=whole, unsaid="reference", program=program, changed=told.changed
+            path, kind, told.args, told.said, told.unknown, told.notes, whole=whole, unsaid="reference", program=program, changed=told.changed,
+            doubts=told.doubts, others=[("its actor", "its ref", role)] if told.reference else [],
         )  # fmt: skip
     line = CommandLine().read(rest)
     bridged = line.args.get("megatron_to_hf_mode") == "bridge"
     return Launch(
-        path, kind, line.args, line.said, line.unknown, line.notes, whole and bool(program), "reference" if bridged else "megatron", program
+        path,
+        kind,
+        line.args,
+        line.said,
+        line.unknown,
+        line.notes,
+        whole and bool(program),
+        "reference" if bridged else "megatron",
+        program,
+        doubts=[*line.doubts, *_code(words)],
     )
+
+
+def _code(words: Sequence[Word]) -> list[tuple[str, str]]:
+    """Flags that are given to code, and not to a program: what it makes of them is not followed."""
+    for at, word in enumerate(words):
+        shell = re.fullmatch(r"(?:.*/)?(?:python[\d.]*|(bash|sh|zsh))", word.text)
+        options = list(itertools.takewhile(lambda one: one.text.startswith("-") and not one.text.startswith("--"), words[at + 1 :]))
+        for option in options if shell else ():
+            if option.text in (("-s",) if shell and shell[1] else ("-", "-c")):
+                return [("the model's flags", f"{word.where}: {word.text} {option.text} is code that may change them")]
+    return []
 
 
 def _flag_file(path: Path, text: str, given: Mapping[str, str]) -> Launch:
@@ -168,11 +198,8 @@ def _python(path: Path, text: str, given: Mapping[str, str]) -> Launch:
     started = [one for one in with_flags if one.starts] or (with_flags if len(with_flags) == 1 else [])
     if started:
         command = started[-1]
-        others = ", ".join(str(one.where) for one in started[:-1])
-        more = [f"{len(started)} commands carry Megatron flags ({others} and {command.where}); the last one is read"] if others else []
-        words = _after_ray(command.words)
-        launch = _launched(path, "Python lists", words, whole=not words[0].text.startswith("-"))
-        return replace(launch, notes=[*more, f"the flags are those of the call in {command.where}", *launch.notes])
+        launch = _one_of(path, "Python lists", [(_after_ray(one.words), one.where) for one in started])
+        return replace(launch, notes=[f"the flags are those of the call in {command.where}", *launch.notes])
     listed = {name: words for name, words in dict(script.lists).items() if words}
     if not listed:
         raise UsageError(f"{path}: no list in it has a Megatron flag", hint=HINT)

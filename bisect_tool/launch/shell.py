@@ -13,9 +13,9 @@ from pathlib import Path
 from bisect_hooks.errors import UsageError
 
 from bisect_tool.launch import hydra, shell_builtins
-from bisect_tool.launch.arithmetic import Arithmetic
 from bisect_tool.launch.flags import is_flag
-from bisect_tool.launch.shell_assign import adopt, assigned, declare, environment, exported, forget_set, function, lent, marked, said
+from bisect_tool.launch.shell_assign import adopt, assigned, declare, environment, exported, function, lent, marked, said
+from bisect_tool.launch.shell_numbers import calculated
 from bisect_tool.launch.shell_syntax import DECLARES, parsed
 from bisect_tool.launch.shell_tests import Condition
 from bisect_tool.launch.shell_tree import (
@@ -37,7 +37,7 @@ from bisect_tool.launch.shell_tree import (
     While,
 )
 from bisect_tool.launch.shell_words import Value, expand, matches, single
-from bisect_tool.launch.words import Leave, Undecided, Where, Word, known, read_text, refuse
+from bisect_tool.launch.words import Leave, Undecided, Where, Word, refuse, script_text
 
 MOST_STEPS = 100_000
 DEEPEST = 20
@@ -67,6 +67,7 @@ class Shell:
     output: list[str] | None = None
     files: list[Path] = field(default_factory=list)
     documents: list[Raw] = field(default_factory=list)
+    passed: list[str] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     marks: dict[str, str] = field(default_factory=dict)
     locals: list[dict[str, tuple[Value | None, str]]] = field(default_factory=list)
@@ -83,7 +84,7 @@ class Shell:
     def run(self) -> None:
         """Reads the script to its end.  Raises UsageError naming the line that it can't follow."""
         try:
-            self.read(read_text(self.script), self.script)
+            self.read(script_text(self.script), self.script)
         except Leave:
             pass
 
@@ -125,32 +126,10 @@ class Shell:
     def why_unset(self, name: str) -> str:
         if self.missing:
             return f"{name} is not set, and {self.missing[0]}, which is not there"
-        return f"nothing in the script sets {name}"
+        return f"{self.passed[0]}, which is not read: it may set {name}" if self.passed else f"nothing in the script sets {name}"
 
     def calculate(self, text: str) -> int:
-        """The value of an arithmetic expression.  Raises Undecided."""
-        where = Where(self.files[-1] if self.files else self.script, 1)
-        try:
-            if "$" in text or "`" in text:
-                text = known([single(Raw(text.replace('"', ""), where), self)])[0]
-            return Arithmetic(text, self.number, lambda name, value: self.put(name, Word(str(value), where))).value()
-        except Undecided as undecided:
-            forget_set(self, text, where, undecided.why)
-            raise
-
-    def number(self, name: str) -> int:
-        """A variable as arithmetic sees it.  Raises Undecided: unset is what the environment has, not 0."""
-        value = self.get(name)
-        if value is None:
-            raise Undecided(self.why_unset(name))
-        first = value if isinstance(value, Word) else value[0] if value else Word("0", Where(self.script, 1))
-        text = known([first])[0].strip()
-        try:
-            if text.startswith("0") and text != "0":
-                raise ValueError("octal")
-            return int(text or "0")
-        except ValueError:
-            raise Undecided(f"{name} is {text[:40]!r}, no number") from None
+        return calculated(self, text)
 
     def substitute(self, text: str, where: Where) -> str:
         """What `$(text)` prints, for the few commands that only print.  Raises Undecided: nothing is run."""

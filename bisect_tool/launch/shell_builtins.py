@@ -15,7 +15,7 @@ from bisect_tool.launch.flags import FLAGS, says_flags
 from bisect_tool.launch.shell_assign import NAMED, forget_set, put_named, without_element
 from bisect_tool.launch.shell_tests import Condition
 from bisect_tool.launch.shell_words import LONGEST
-from bisect_tool.launch.words import Leave, Undecided, Where, Word, known, read_text, refuse
+from bisect_tool.launch.words import Leave, Undecided, Where, Word, known, refuse, script_text
 
 if TYPE_CHECKING:
     from bisect_tool.launch.shell import Shell
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 ENVIRONMENTS = re.compile(
     r"activate|\.bashrc|\.profile|\.bash_profile|set_?env\S*\.sh|setvars\.sh|conda\.sh|nvm\.sh|\.env|cann\S*\.sh", re.IGNORECASE
 )
+# of these, those that say only where programs are
+PROGRAMS = re.compile(r"activate|setvars\.sh|conda\.sh|nvm\.sh|cann\S*\.sh", re.IGNORECASE)
 Builtin = Callable[["Shell", list[Word], Where], "bool | None"]
 
 
@@ -162,6 +164,8 @@ def _source(shell: Shell, words: list[Word], where: Where) -> bool | None:
     if named.startswith(("<(", "/dev/")):
         raise refuse(where, f"{named[:40]}: what a command prints is sourced, and no command is run")
     if ENVIRONMENTS.search(posixpath.basename(named)):
+        if not PROGRAMS.search(posixpath.basename(named)):
+            shell.passed.append(f"{where} sources {named}")
         return True
     if words[0].unknown:
         tail = re.sub(r"^.*\}/?", "", named)
@@ -175,7 +179,7 @@ def _source(shell: Shell, words: list[Word], where: Where) -> bool | None:
     if len(words) > 1:
         shell.arguments = words[1:]
     try:
-        return shell.read(read_text(file), file)
+        return shell.read(script_text(file), file)
     except Leave as leave:
         if leave.kind != "return":
             raise
