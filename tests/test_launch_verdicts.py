@@ -82,6 +82,8 @@ REFUSED = {
     "verl without ranks": (f"{VERL}actor_rollout_ref.actor.megatron.expert_model_parallel_size=0", "which is no whole number from 1 up"),
     "verl with half a rank": (f"{VERL}actor_rollout_ref.actor.megatron.expert_model_parallel_size=1.5", "which is no whole number from 1 up"),
     "verl's overrides after a comment": (f'B=({VERL[33:]})\n{VERL[:32]} \\\n# x=1 \\\n"${{B[@]}}"\n', "line 4 begins with an override and is no command"),
+    "a list that a pipeline makes": ("A=(--rotary-base 1)\nB=($(echo \"${A[@]}\" | sed s/1/2/))\npython3 train.py --bf16 --colocate \"${B[@]}\"\n", "${B[@]} may hold flags, and its value"),
+    "what depends on a variable": (LIST + 'B=()\nif [ "$FULLROPE" = 1 ]; then B=(--rotary-percent 1); fi\ntorchrun pretrain_gpt.py "${A[@]}" "${B[@]}"\n', "--set FULLROPE="),
 }  # fmt: skip
 # script → what is left out, where nothing decides
 UNDECIDED = {
@@ -264,3 +266,27 @@ def test_a_script_with_carriage_returns_is_refused(tmp_path: Path, capsys: pytes
     assert run(["config", "--reference", str(DATA / "configs/Qwen3.5-35B-A3B"), "--launch", str(file), "--out", str(tmp_path / "out")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "run.sh:1: this line ends in a carriage return (CRLF), which bash takes for part of its last word" in line
+
+
+WRITES = {
+    "sed": "sed -i s/8/4/ ${D}/model.sh",
+    "cp": 'cp other.sh "${D}/model.sh"',
+    "a here-document": "cat > model.sh <<EOF\nA=()\nEOF",
+    "added to": 'echo "A+=(--rotary-base 10000)" >> ${D}/model.sh',
+    "a pipeline": "echo x | tee -a model.sh",
+}
+
+
+@pytest.mark.parametrize("what", WRITES)
+def test_a_sourced_file_that_the_script_writes_is_not_known(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model.sh").write_text(LIST)
+    begin, source = 'D="$(cd "$(dirname "$0")" && pwd)"\n', 'source "${D}/model.sh"'
+    code, page = judged(f"{begin}{WRITES[what]}\n{source}{START}", tmp_path)
+    (line,) = [one for one in capsys.readouterr().err.splitlines() if one.startswith("Error")]
+    assert (code, page) == (2, {}) and "run.sh:2 writes model.sh before it is sourced" in line
+
+
+def test_a_sourced_file_that_the_script_only_reads_or_writes_later_is_read(tmp_path: Path) -> None:
+    (tmp_path / "model.sh").write_text(LIST)
+    text = f"cat model.sh; grep -c x model.sh; cp model.sh kept.sh; bash other.sh > log\nsource ./model.sh{START}echo > model.sh\n"
+    assert judged(text, tmp_path)[0] == 0

@@ -68,11 +68,13 @@ class Shell:
     files: list[Path] = field(default_factory=list)
     documents: list[Raw] = field(default_factory=list)
     passed: list[str] = field(default_factory=list)
+    targets: list[Raw] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     marks: dict[str, str] = field(default_factory=dict)
     locals: list[dict[str, tuple[Value | None, str]]] = field(default_factory=list)
     substituted: bool | None = True
     exports_all: bool = False
+    asked: str = ""
     lost: list[tuple[Where, str]] = field(default_factory=list)
     steps: int = 0
     depth: int = 0
@@ -92,6 +94,7 @@ class Shell:
         """Follows a script's text in this state."""
         reader, body = parsed(text, file, first_line, not self.files)
         self.documents += reader.documents
+        self.targets += reader.targets
         self.texts.append(text)
         self.files.append(file)
         with self.deeper(Where(file, first_line)):
@@ -237,7 +240,8 @@ class Shell:
         """A condition: True, False, or None where only a running shell would know."""
         try:
             return value()
-        except Undecided:
+        except Undecided as undecided:
+            self.asked = undecided.why.removeprefix("nothing in the script sets ")
             return None
 
     def _operand(self, raw: Raw) -> Word:
@@ -265,6 +269,7 @@ class Shell:
     def choose(self, node: If) -> bool | None:
         """`if`: the branch taken; every branch that may be taken where that can't be known."""
         possible: list[Body] = []
+        self.asked = ""
         for test, body in node.branches:
             status = self.all(test)
             if status is True and not possible:
@@ -277,7 +282,8 @@ class Shell:
             if not possible:
                 return self.all(node.otherwise)
             possible.append(node.otherwise)
-        self.branches(possible, node.where, f"a condition on line {node.where.line} that only a running shell knows")
+        said = f" (--set {self.asked}=...)" if self.asked.isidentifier() else ""
+        self.branches(possible, node.where, f"a condition on line {node.where.line} that only a running shell knows{said}")
         return None
 
     def case(self, node: Case) -> bool | None:

@@ -56,6 +56,8 @@ def _list(node: Assign, old: Value | None, scope: Scope) -> Value:
         keyed = KEYED.fullmatch(raw.text)
         if keyed is None:
             for word in expand(raw, scope):
+                if word.unknown and len(node.value) == 1 and raw.text.startswith(("$(", "`")):  # it may be any number of words
+                    word = replace(word, text=f"${{{node.name}[@]}}")
                 held[at] = word
                 at += 1
             continue

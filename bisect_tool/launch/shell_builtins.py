@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bisect_tool.launch.flags import FLAGS, says_flags
 from bisect_tool.launch.shell_assign import NAMED, forget_set, put_named, without_element
 from bisect_tool.launch.shell_tests import Condition
-from bisect_tool.launch.shell_words import LONGEST
+from bisect_tool.launch.shell_words import LONGEST, single
 from bisect_tool.launch.words import Leave, Undecided, Where, Word, known, refuse, script_text
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ ENVIRONMENTS = re.compile(
 )
 # of these, those that say only where programs are
 PROGRAMS = re.compile(r"activate|setvars\.sh|conda\.sh|nvm\.sh|cann\S*\.sh", re.IGNORECASE)
+READERS = {"cat", "ls", "grep", "head", "tail", "wc", "diff", "stat", "file", "md5sum", "sha256sum", "chmod", "awk", "less", "which"}
 Builtin = Callable[["Shell", list[Word], Where], "bool | None"]
 
 
@@ -175,6 +176,7 @@ def _source(shell: Shell, words: list[Word], where: Where) -> bool | None:
     if file is None:
         shell.missing.append(f"{where} sources {named}")
         return None
+    _unwritten(shell, file, where)
     outside = shell.arguments
     if len(words) > 1:
         shell.arguments = words[1:]
@@ -186,6 +188,25 @@ def _source(shell: Shell, words: list[Word], where: Where) -> bool | None:
         return None
     finally:
         shell.arguments = outside
+
+
+def _unwritten(shell: Shell, file: Path, where: Where) -> None:
+    """Raises UsageError where a line before this one writes the file, or gives its name to a command that may."""
+    redirected = [(single(one, shell), one.where) for one in shell.targets if one.where.file != where.file or one.where.line < where.line]
+    named = [(word, one.where) for one in shell.commands if not _only_reads(one.words) for word in _may_be_written(one.words)]
+    for word, line in (*redirected, *named):
+        found = _find(shell, re.sub(r"^.*\}/?", "", word.text)) if posixpath.basename(word.text) == file.name else None
+        if found is not None and found.samefile(file):
+            raise refuse(where, f"{line} writes {file.name} before it is sourced, and what it then holds is not known")
+
+
+def _only_reads(words: Sequence[Word]) -> bool:
+    name = posixpath.basename(words[0].text)
+    return name in READERS or (name == "sed" and not any(re.match(r"-\w*i|--in-place", word.text) for word in words))
+
+
+def _may_be_written(words: Sequence[Word]) -> Sequence[Word]:
+    return words[-1:] if words[0].text in ("cp", "mv", "ln", "install", "rsync") else words[1:]
 
 
 def _find(shell: Shell, named: str) -> Path | None:
