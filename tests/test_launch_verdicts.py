@@ -290,3 +290,13 @@ def test_a_sourced_file_that_the_script_only_reads_or_writes_later_is_read(tmp_p
     (tmp_path / "model.sh").write_text(LIST)
     text = f"cat model.sh; grep -c x model.sh; cp model.sh kept.sh; bash other.sh > log\nsource ./model.sh{START}echo > model.sh\n"
     assert judged(text, tmp_path)[0] == 0
+
+
+def test_the_model_that_a_python_launcher_names_is_read_in_front(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = 'import x as U\nT = "35b"\nU.execute_train(train_args="--bf16 --rotary-base 10000 ", megatron_model_type=T)\n'
+    assert judged(text, tmp_path) == (2, {})
+    assert "run.py:3: the model's flags are those of scripts/models/35b.sh, which is not there" in capsys.readouterr().err
+    (tmp_path / "scripts/models").mkdir(parents=True)
+    (tmp_path / "scripts/models/35b.sh").write_text(f"MODEL_{LIST.replace('A=', 'ARGS=', 1)}")
+    code, page = judged(text, tmp_path)
+    assert (code, [fault["relation"]["detail"]["flag"] for fault in page["faults"]]) == (1, ["--rotary-base"])

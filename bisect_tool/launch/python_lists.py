@@ -34,11 +34,12 @@ class Own:
 
 @dataclass(frozen=True, slots=True)
 class Called:
-    """A call to the outside that is given flags.  starts: it is known to run a command"""
+    """A call to the outside that is given flags.  starts: it is known to run a command.  model: a model script it is told to take"""
 
     words: Sequence[Word]
     where: Where
     starts: bool
+    model: Any = None
 
 
 @dataclass
@@ -258,7 +259,8 @@ class Script(Values):
         started = starts(node.func, self.names)
         plain = reads_only(node.func, self.names) or (isinstance(node.func, ast.Attribute) and node.func.attr in NO_COMMANDS)
         if (started or not plain) and (shapes(words) or any(self.flagged(value) for value in values)):
-            self.commands.append(Called(words, self.where(node), started or _program(words)))
+            model = next((self.value(one.value) for one in node.keywords if one.arg == "megatron_model_type"), None)
+            self.commands.append(Called(words, self.where(node), started or model is not None or _program(words), model))
         elif started and root(node.func) == "subprocess" and isinstance(values[0] if values else None, Unknown):
             self.commands.append(Called([], self.where(node), False))
         if started or _named(node.func) in ("print", "index", "count"):

@@ -198,7 +198,9 @@ def _python(path: Path, text: str, given: Mapping[str, str]) -> Launch:
     started = [one for one in with_flags if one.starts] or (with_flags if len(with_flags) == 1 else [])
     if started:
         command = started[-1]
-        launch = _one_of(path, "Python lists", [(_after_ray(one.words), one.where) for one in started])
+        launch = _one_of(
+            path, "Python lists", [([*_model(path, one.model, one.where), *_after_ray(one.words)], one.where) for one in started]
+        )
         return replace(launch, notes=[f"the flags are those of the call in {command.where}", *launch.notes])
     listed = {name: words for name, words in dict(script.lists).items() if words}
     if not listed:
@@ -214,6 +216,22 @@ def _python(path: Path, text: str, given: Mapping[str, str]) -> Launch:
     launch = _launched(path, "Python lists", _together({name: best} | apart), whole=not apart and not best[0].text.startswith("-"))
     notes = [f"the flags are those of {', '.join([name, *apart])}"]
     return replace(launch, notes=[*notes, *launch.notes])
+
+
+def _model(path: Path, named: Any, where: Where) -> Sequence[Word]:
+    """The flags of scripts/models/NAME.sh, which slime's and miles' launchers put in front of those that they are given."""
+    if named is None:
+        return []
+    file = Path("scripts/models") / f"{named}.sh"
+    found = next((root / file for root in [*path.absolute().parents][:4] if (root / file).is_file()), None)
+    if found is None:
+        raise refuse(where, f"the model's flags are those of {file}, which is not there")
+    shell = Shell(found)
+    shell.run()
+    flags = shell.variables.get("MODEL_ARGS")
+    if not isinstance(flags, list):
+        raise refuse(where, f"{file} has no list MODEL_ARGS")
+    return [Word("train.py", where), *flags]
 
 
 def _together(lists: Mapping[str, Sequence[Word]]) -> list[Word]:
