@@ -10,7 +10,7 @@ from typing import Any
 from bisect_hooks.errors import UsageError
 from bisect_hooks.family import CheckpointLayout, Dimensions, Family, family_of
 
-from bisect_tool import config_check, launch_check, serving
+from bisect_tool import config_check, launch_check, launch_doubts, serving
 from bisect_tool.args import SIZES, plain
 from bisect_tool.faults import Fault, Finding, group
 from bisect_tool.fitting import Fit, fit
@@ -112,7 +112,7 @@ def _words(family: Family, config: Mapping[str, Any], words: Words, result: Stag
         args = {**checkpoint, **family.read_by_spec(checkpoint, config)}
         mismatches, compared = config_check.compare_settings(family, config, args, layout)
         result.notes += [
-            f"{compared} settings compared", *launch_check.kept_not_judged(checkpoint, every_setting(family, config, layout))
+            f"{compared} settings compared", *launch_doubts.kept_not_judged(checkpoint, every_setting(family, config, layout))
         ]  # fmt: skip
     else:
         said["launch"] = f"{launch.path} ({launch.kind}{f', starts {launch.program}' if launch.program else ''})"

@@ -15,7 +15,7 @@ from bisect_hooks.errors import UsageError
 from bisect_hooks.family import Dimensions, Family
 from bisect_hooks.parallel import Parallel
 
-from bisect_tool import clearing, config_check, launch_check
+from bisect_tool import clearing, config_check, launch_check, launch_doubts
 from bisect_tool.args import plain
 from bisect_tool.candidate import CandidateRun
 from bisect_tool.checkpoint import Checkpoint
@@ -283,7 +283,7 @@ def config_stage(job: Job, result: StageResult, *_: Any) -> None:
     of = "conversion" if job.written_under else "unknown"
     result.faults = job.explained(config_check.findings(mismatches, parallel, of, job.dims.layers))
     settings = every_setting(job.family, job.reference.config, job.candidate.layout)
-    result.notes += [f"{count} settings compared", *launch_check.kept_not_judged(plain(job.candidate.args), settings)]
+    result.notes += [f"{count} settings compared", *launch_doubts.kept_not_judged(plain(job.candidate.args), settings)]
     if not mismatches:
         result.cleared.append(("the checkpoint's args", f"{count} settings are those of config.json"))
     result.probes = [one.shown for one in mismatches]

@@ -14,8 +14,8 @@ from bisect_hooks.family import CheckpointLayout, Dimensions, Family, Setting
 from bisect_hooks.site import Site
 
 from bisect_tool.config_check import Mismatch, short
-from bisect_tool.launch.flags import FLAGS, UNJUDGED, harmless, harmless_arg, nearest
 from bisect_tool.launch.launch import Launch
+from bisect_tool.launch_doubts import doubts, kept_not_judged, not_judged
 from bisect_tool.model_args import PATTERNS, every_setting, held, narrowed
 
 KINDS = (
@@ -26,7 +26,6 @@ KINDS = (
     "linear_value_head_dim",
     "linear_conv_kernel_dim",
 )
-MOST_SHOWN = 12
 # with these, something else than the flags says what the model is
 REPLACED = ("use_checkpoint_args", "yaml_cfg")
 SPEC_PLUGINS = ("slime_plugins", "miles_plugins")
@@ -75,19 +74,27 @@ def judge(family: Family, config: Mapping[str, Any], launch: Launch, checkpoint:
             continue
         found.compared += 1
         if judged and not setting.same(value, setting.expected):
-            source = f"{launch.said[setting.arg]}" if given else "the launch does not give it, so Megatron's default holds"
+            source = (
+                f"{launch.said[setting.arg]}"
+                if given
+                else "; ".join(("the launch does not give it, so Megatron's default holds", *launch.lost))
+            )
             against = "" if stored is None or stored == value else f"; the checkpoint's args say {short(stored)}"
             found.mismatches.append(Mismatch(narrowed(setting, value, dims), value, given, source + against))
         elif stored is not None and not setting.same(stored, setting.expected):
             against = f"; the launch says {short(value)}" if judged else ""
             found.mismatches.append(Mismatch(narrowed(setting, stored, dims), stored, True, f"the checkpoint's args say so{against}"))
+    found.skipped += doubts(launch)
+    found.undecided |= bool(doubts(launch))
+    for other in launch.others:
+        _held_against(family, config, launch, other, found)
     if launch.changed:
         _changed(family, config, launch, layout, found)
     if launch.unsaid == "reference":
         said = "what it does not say," if found.compared else "it says nothing of the model itself: that"
         found.notes.append(f"{said} the bridge reads from config.json")
     inert(launch, dims, found)
-    found.notes += [*misspelled(launch), *not_judged(launch), *kept_not_judged(checkpoint or {}, every_setting(family, config, layout))]
+    found.notes += [*not_judged(launch), *kept_not_judged(checkpoint or {}, every_setting(family, config, layout))]
     if found.compared and not found.mismatches:
         found.cleared.append(
             ("norms, rotary, router, gates and sizes as they are told", f"{found.compared} settings are those of config.json")
@@ -133,6 +140,39 @@ def _changed(family: Family, config: Mapping[str, Any], launch: Launch, layout: 
     if not wrong:
         found.skipped.append(("config.json's own values", f"{said}; no setting that is looked at comes of it"))
         found.undecided = True
+
+
+def _held_against(family: Family, config: Mapping[str, Any], launch: Launch, other: tuple[str, str, Launch], found: Judged) -> None:
+    """A launch beside this one.  What they say otherwise is no finding, but undecided: which of them is the candidate is not known."""
+    there, here, beside = other
+    settings = {one.arg: one for one in every_setting(family, config, layout_of(launch.args, launch.spec))}
+    if not any(beside.args.get(arg) is not None for arg in settings) and not beside.changed:
+        return  # it says nothing of a model
+    values = [_values(family, config, one, settings) for one in (launch, beside)]
+    differ = [arg for arg, one in settings.items() if not _alike(one, values[0][arg], values[1][arg])]
+    named = [*(settings[arg].flag for arg in differ), *(["config.json's own values"] if _changes(launch) != _changes(beside) else [])]
+    if not named:
+        return
+    found.mismatches = [one for one in found.mismatches if one.setting.arg not in differ]
+    found.skipped.append(
+        (", ".join(named), f"{there} and {here} start models that differ in {', '.join(named)}: which is meant is not known")
+    )
+    found.undecided = True
+
+
+def _values(family: Family, config: Mapping[str, Any], launch: Launch, settings: Mapping[str, Setting]) -> dict[str, Any]:
+    """The settings that a launch builds with: a bridge, and its own layer spec, say what config.json does."""
+    told = settings if launch.unsaid == "reference" else _read_by_spec(family, config, launch, Judged())
+    unsaid = {arg: one.expected if arg in told else default(one, launch.args) for arg, one in settings.items()}
+    return unsaid | {arg: launch.args[arg] for arg in settings if launch.args.get(arg) is not None}
+
+
+def _alike(setting: Setting, one: Any, other: Any) -> bool:
+    return one == other or (setting.same(one, setting.expected) and setting.same(other, setting.expected))
+
+
+def _changes(launch: Launch) -> dict[str, Any]:
+    return {path: value for path, (value, _) in launch.changed.items()}
 
 
 def _path(config: Mapping[str, Any], path: str) -> list[str]:
@@ -277,48 +317,3 @@ def inert(launch: Launch, dims: Dimensions, found: Judged) -> None:
         if args.get(arg) or (trains and arg not in args):
             value = args.get(arg, "0.1 (Megatron's default)")
             note(f"--{arg.replace('_', '-')} {value}", "it acts in training steps only; log-probs taken in training mode are then noisy")
-
-
-def misspelled(launch: Launch) -> list[str]:
-    """Flags that are not in our table and look like one that is."""
-    near = [(name, where, nearest(name)) for name, where in launch.unknown]
-    return [
-        f"{where}: {name} is no flag that we know; {flag} is, and is {_said(launch, flag)}"
-        for name, where, flag in near
-        if flag is not None
-    ]
-
-
-def not_judged(launch: Launch) -> list[str]:
-    """Flags that are neither in our table nor known to leave the model alone, all in one line."""
-    found = {name: where for name, where in launch.unknown if not harmless(name) and nearest(name) is None}
-    if not found:
-        return []
-    listed = ", ".join(f"{name} ({where})" for name, where in found.items())
-    return [f"not known, not judged: {listed}; whether {'it changes' if len(found) == 1 else 'they change'} the model is not said here"]
-
-
-def kept_not_judged(args: Mapping[str, Any], settings: Sequence[Setting]) -> list[str]:
-    """Args of a checkpoint that are set, and that neither our tables nor Megatron's own arguments know, in one line."""
-    known = {setting.arg for setting in settings} | {flag.arg for flag in FLAGS.values()}
-    found = {
-        name: value
-        for name, value in args.items()
-        if name not in known
-        and not name.startswith("_")
-        and not harmless_arg(name)
-        and value not in (None, False, "", [], UNJUDGED.get(name))
-    }
-    if not found:
-        return []
-    shown = [f"{name}={short(value)}" for name, value in sorted(found.items())]
-    more = f" and {len(shown) - MOST_SHOWN} more" if len(shown) > MOST_SHOWN else ""
-    return [
-        f"not known, not judged in the checkpoint's args: {', '.join(shown[:MOST_SHOWN])}{more}; "
-        f"whether {'it changes' if len(found) == 1 else 'they change'} the model is not said here"
-    ]
-
-
-def _said(launch: Launch, flag: str) -> str:
-    arg = FLAGS[flag].arg
-    return f"given in {launch.said[arg]}" if arg in launch.said else "not given"

@@ -141,7 +141,8 @@ def test_what_only_a_running_shell_knows_is_unknown_and_says_why(tmp_path: Path)
 def test_the_environment_can_be_said(tmp_path: Path) -> None:
     script = 'DEVICE=${DEVICE:-$(python3 -c "import torch_npu" && echo npu)}\ncase $DEVICE in gpu) EP=8;; npu) EP=4;; esac\nOUT=($EP)\n'
     assert texts(followed(script, tmp_path, DEVICE="gpu"), "OUT") == ["8"]
-    assert texts(followed("X=1\nOUT=($X)\n", tmp_path, X="2"), "OUT") == ["2"]
+    assert texts(followed("X=1\nOUT=($X)\n", tmp_path, X="2"), "OUT") == ["1"]
+    assert texts(followed("X=$(date)\nOUT=($X)\n", tmp_path, X="2"), "OUT") == ["2"]
 
 
 def test_a_guard_on_the_environment_is_passed(tmp_path: Path) -> None:
@@ -149,7 +150,7 @@ def test_a_guard_on_the_environment_is_passed(tmp_path: Path) -> None:
 
 
 def test_continuations_lost_in_pasting_are_mended_and_said(tmp_path: Path) -> None:
-    shell = followed("torchrun\n--nproc-per-node 8\ntrain.py\n--tp 2\n\necho done\n", tmp_path)
+    shell = followed("torchrun\n--nproc-per-node 8\ntrain.py\n--tp 2\n", tmp_path)
     assert [word.text for word in shell.commands[0].words] == ["torchrun", "--nproc-per-node", "8", "train.py", "--tp", "2"]
     assert list(shell.notes) == ["lines 1 to 4: the backslashes at the line ends are missing; read as one command"]
 

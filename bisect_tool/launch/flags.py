@@ -182,12 +182,18 @@ UNJUDGED: dict[str, Any] = {
     "mscale_all_dim": 0.0, "rotary_scaling_factor": 1.0, "hybrid_attention_ratio": 0.0, "hybrid_mlp_ratio": 0.0, "is_hybrid_model": False,
     "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128, "window_attn_skip_freq": None, "add_position_embedding": True,
     "apply_query_key_layer_scaling": False, "use_legacy_models": False, "fp8": None, "fp4": None, "retro_add_retriever": False,
+    "fp8_format": None, "fp4_format": None, "rope_scaling": False,
 }  # fmt: skip
 
 
 def harmless(name: str) -> bool:
     """A flag outside our table that is known to leave the model alone."""
     return _begins(name, HARMLESS)
+
+
+def unjudged(name: str) -> bool:
+    """A flag that makes another model, of a kind that is not looked at here."""
+    return name.removeprefix("--").replace("-", "_") in UNJUDGED
 
 
 def harmless_arg(arg: str) -> bool:
@@ -208,6 +214,7 @@ class CommandLine:
     said: dict[str, Where] = field(default_factory=dict)
     unknown: list[tuple[str, Where]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    doubts: list[tuple[str, str]] = field(default_factory=list)
 
     def read(self, words: Sequence[Word]) -> CommandLine:
         at, open_flag = 0, False
@@ -242,6 +249,9 @@ class CommandLine:
             return
         if not word.unset:
             raise refuse(word.where, f"{word.text} may hold flags, and its value is not known: {word.unknown}")
+        if "which is not read" in word.unknown:
+            self.doubts.append((word.text, f"{word.where}: {word.unknown}"))
+            return
         if not word.unknown.startswith("nothing"):  # a file that would set it is missing
             raise refuse(word.where, f"{word.text} may hold flags: {word.unknown}")
         self.notes.append(f"{word.where}: {word.unknown}; taken as empty")
@@ -285,8 +295,13 @@ class CommandLine:
 
 def nearest(name: str) -> str | None:
     """The flag of ours that an unknown one may be a misspelling of."""
-    found = difflib.get_close_matches(name.replace("_", "-"), FLAGS, n=1, cutoff=0.9)
+    found = difflib.get_close_matches(name.replace("_", "-"), FLAGS, n=1, cutoff=0.85)
     return found[0] if found else None
+
+
+def is_flag(text: str) -> bool:
+    """Whether a word is written as a flag, of whatever program."""
+    return re.match(r"--?[A-Za-z]", text) is not None
 
 
 def shapes(words: Sequence[Word]) -> int:

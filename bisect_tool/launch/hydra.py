@@ -5,6 +5,7 @@ verl builds its model through a bridge, which reads config.json itself: only wha
 
 from __future__ import annotations
 
+import posixpath
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,9 +19,11 @@ from bisect_tool.launch.words import Where, Word, refuse
 OVERRIDE = re.compile(r"^(\+\+|\+|~)?([A-Za-z_][\w@/-]*(?:\.[\w@/-]+)+)=(.*)$", re.DOTALL)
 ACTOR = re.compile(r"(?:^|\.)actor\.megatron\.(?:override_transformer_config\.)?(\w+)$")
 HUGGING_FACE = re.compile(r"(?:^|\.)model\.override_config\.(?:model_config\.)?([\w.]+)$")
+ROLE = re.compile(r"(?:^|\.)(ref|critic)\.megatron\.override_transformer_config\.(\w+)$")
+OPTIONS = {"--config-name": "name", "-cn": "name", "--config-path": "path", "-cp": "path", "--config-dir": "path", "-cd": "path"}
 # what holds either of them, as one value: `actor.megatron={...}`
 HOLDS = re.compile(
-    r"(?:^|\.)(?:actor(?:\.megatron(?:\.override_transformer_config)?)?|model(?:\.override_config(?:\.\w+)*)?|actor_rollout_ref)$"
+    r"(?:^|\.)(?:(?:actor|ref|critic)(?:\.megatron(?:\.override_transformer_config)?)?|model(?:\.override_config(?:\.\w+)*)?|actor_rollout_ref)$"
 )
 
 
@@ -32,6 +35,9 @@ class Overrides:
     said: dict[str, Where] = field(default_factory=dict)
     changed: dict[str, tuple[Any, Where]] = field(default_factory=dict)
     unknown: list[tuple[str, Where]] = field(default_factory=list)
+    doubts: list[tuple[str, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    reference: dict[str, Any] = field(default_factory=dict)
 
 
 def is_override(text: str) -> bool:
@@ -53,6 +59,7 @@ def read_overrides(words: Sequence[Word]) -> Overrides:
     where: dict[str, Where] = {}
     found = Overrides()
     of_the_model: set[str] = set()
+    roles: dict[str, tuple[Any, Where]] = {}
     for word in words:
         match = OVERRIDE.match(word.text)
         if match is None:
@@ -70,7 +77,13 @@ def read_overrides(words: Sequence[Word]) -> Overrides:
                 found.changed.pop(reference[1], None)
                 if match[1] != "~":
                     found.changed[reference[1]] = value, word.where
+            elif (role := ROLE.search(key)) is not None and role[1] == "ref":
+                roles[role[2]] = value, word.where
+            elif role is not None:
+                found.notes.append(f"{word.where}: {key}={value} is said of another model than the actor's, which alone is judged")
     found.args, found.said = megatron_args(config, where)
+    found.reference = megatron_args({name: value for name, (value, _) in roles.items()}, {name: at for name, (_, at) in roles.items()})[0]
+    found.doubts = _own_config(words)
     alone = "activation_func" in config and "gated_linear_unit" not in config
     unread = [
         name
@@ -81,10 +94,28 @@ def read_overrides(words: Sequence[Word]) -> Overrides:
     return found
 
 
+def _own_config(words: Sequence[Word]) -> list[tuple[str, str]]:
+    """The user's own YAML that Hydra is pointed to, where it is beside the script or above it."""
+    said: dict[str, Word] = {}
+    for word, following in zip(words, [*words[1:], None], strict=True):
+        name, equals, inline = word.text.partition("=")
+        value = Word(inline, word.where, word.unknown) if equals else following
+        if name in OPTIONS and value is not None:
+            said[OPTIONS[name]] = value
+    if "name" not in said:
+        return []
+    name = said["name"].text if said["name"].text.endswith((".yaml", ".yml")) else f"{said['name'].text}.yaml"
+    folder = re.sub(r"^.*\}/?", "", said["path"].text) if "path" in said else ""
+    roots = [*said["name"].where.file.absolute().parents][:4]
+    if not any((root / folder / name).is_file() for root in roots):
+        return []
+    return [("Hydra's own config", f"{said['name'].where} names {posixpath.normpath(posixpath.join(folder, name))}, which is not read")]
+
+
 def _keys(match: re.Match[str], word: Word) -> list[tuple[str, Any]]:
     """The keys that one word sets, those inside `{...}` each by itself; none where it says nothing of the actor's model."""
     key = match[2]
-    if not any(one.search(key) for one in (ACTOR, HUGGING_FACE, HOLDS)):
+    if not any(one.search(key) for one in (ACTOR, HUGGING_FACE, HOLDS, ROLE)):
         return []
     if word.unknown:
         raise refuse(word.where, f"{word.text} is not known: {word.unknown}")

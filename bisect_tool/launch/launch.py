@@ -23,6 +23,9 @@ class Launch:
     whole    a command line was found: what is not given is not given anywhere else
     unsaid   who says what is not given: Megatron's defaults, or a bridge that reads config.json
     changed  values of config.json itself that it changes, by their place in it (`rope_parameters.rope_theta`), and where: the model is built from the changed one
+    doubts   what it says of the model that is not read: (what, why)
+    others   (where, where this one is, what is started there) of its other commands, or roles: which is the candidate is not known
+    lost     lines that were to give more flags, and do not: why
     program  what the command line starts, "" when there is none
     """
 
@@ -36,6 +39,9 @@ class Launch:
     unsaid: Unsaid = "megatron"
     program: str = ""
     changed: Mapping[str, tuple[Any, Where]] = field(default_factory=dict)
+    lost: Sequence[str] = ()
+    doubts: Sequence[tuple[str, str]] = ()
+    others: Sequence[tuple[str, str, Launch]] = ()
 
     @property
     def spec(self) -> str:

@@ -34,11 +34,12 @@ class Own:
 
 @dataclass(frozen=True, slots=True)
 class Called:
-    """A call to the outside that is given flags.  starts: it is known to run a command"""
+    """A call to the outside that is given flags.  starts: it is known to run a command.  model: a model script it is told to take"""
 
     words: Sequence[Word]
     where: Where
     starts: bool
+    model: Any = None
 
 
 @dataclass
@@ -139,8 +140,8 @@ class Script(Values):
     # -- what is known -----------------------------------------------------------------------------------------------------------
 
     def keep(self, name: str, value: Any, node: ast.stmt) -> None:
-        if name in self.given:
-            value = self.given[name]
+        if isinstance(value, Unknown):
+            value = self.given.get(name, value)
         self.names[name] = value
         self.listed(name, value, node)
 
@@ -164,7 +165,7 @@ class Script(Values):
             made = Unknown(
                 f"{ast.unparse(node)[:60]} on line {node.lineno} is not read", name, flags=self.flagged(held) or self.flagged(more)
             )
-        if isinstance(held, Held) and isinstance(made, Held) and not held.fixed and name not in self.given:
+        if isinstance(held, Held) and isinstance(made, Held) and not held.fixed:
             held[:] = made
             made = held
         self.keep(name, made, node)
@@ -258,7 +259,8 @@ class Script(Values):
         started = starts(node.func, self.names)
         plain = reads_only(node.func, self.names) or (isinstance(node.func, ast.Attribute) and node.func.attr in NO_COMMANDS)
         if (started or not plain) and (shapes(words) or any(self.flagged(value) for value in values)):
-            self.commands.append(Called(words, self.where(node), started or _program(words)))
+            model = next((self.value(one.value) for one in node.keywords if one.arg == "megatron_model_type"), None)
+            self.commands.append(Called(words, self.where(node), started or model is not None or _program(words), model))
         elif started and root(node.func) == "subprocess" and isinstance(values[0] if values else None, Unknown):
             self.commands.append(Called([], self.where(node), False))
         if started or _named(node.func) in ("print", "index", "count"):
@@ -287,7 +289,7 @@ class Script(Values):
         """A function's body, with its parameters; what it returns."""
         outer = self.names, self.returned, self.function, self.shared
         self.names, self.returned, self.function, self.shared = (
-            own.scope | bound | {k: v for k, v in self.given.items() if k in bound},
+            own.scope | {k: self.given.get(k, v) if isinstance(v, Unknown) else v for k, v in bound.items()},
             None,
             own.node.name,
             set(),

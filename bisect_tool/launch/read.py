@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -37,8 +39,19 @@ def read_launch(path: Path, given: Mapping[str, str] | None = None) -> Launch:
         raise UsageError(f"{path} is nested too deeply to be read", hint=HINT) from None
 
 
+def _reads(path: Path, texts: Sequence[str], given: Mapping[str, str]) -> None:
+    """Raises UsageError for a name that is said, and that no text does anything with but set it."""
+    for name in given:
+        if not any(re.search(rf"\$\{{?[#!]?{re.escape(name)}\b|(?<!\w){re.escape(name)}\b(?!\s*\+?=(?!=))", text) for text in texts):
+            names = {one for text in texts for one in re.findall(r"[A-Za-z_]\w*", text)}
+            near = ", ".join(difflib.get_close_matches(name, sorted(names), n=3, cutoff=0.75))
+            raise UsageError(f"--set {name}: nothing in {path.name} reads {name}", hint=f"it has {near}" if near else "")
+
+
 def _read(path: Path, given: Mapping[str, str]) -> Launch:
     text = read_text(path)
+    if path.suffix in (".yaml", ".yml", ".json", ".py"):
+        _reads(path, [text], given)
     if path.suffix in (".yaml", ".yml"):
         return _run_config(path, text)
     if path.suffix == ".json":
@@ -47,23 +60,23 @@ def _read(path: Path, given: Mapping[str, str]) -> Launch:
         return _python(path, text, given)
     first = next((line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")), "")
     if re.match(r"[\"']?--?[A-Za-z]", first) or hydra.is_override(first.split()[0] if first.split() else ""):
-        return _flag_file(path, text)
+        _reads(path, [text], given)
+        return _flag_file(path, text, given)
     return _bash(path, given)
 
 
 def _bash(path: Path, given: Mapping[str, str]) -> Launch:
     shell = Shell(path, given=given)
     shell.run()
+    _reads(path, shell.texts, given)
     lines = [one for one in shell.commands if shapes(one.words) or hydra.shapes(one.words)]
-    notes = [*shell.notes, *(f"{line}, which is not there: what it would set is not known" for line in shell.missing)]
+    lost = [f"{where}: {why}" for where, why in dict.fromkeys(shell.lost)]
+    notes = [*shell.notes, *lost, *(f"{line}, which is not there: what it would set is not known" for line in shell.missing)]
     if lines:
-        command = lines[-1]
-        if len(lines) > 1:
-            others = ", ".join(str(one.where) for one in lines[:-1])
-            notes.append(f"{len(lines)} commands carry Megatron flags ({others} and {command.where}); the last one is read")
-        words = [*_after_ray(command.words), *_piped(command.words)]
-        launch = _launched(path, "bash script", words)
-        return replace(launch, notes=[*notes, *launch.notes])
+        launch = _one_of(path, "bash script", [([*_after_ray(one.words), *_piped(one.words)], one.where) for one in lines])
+        return replace(launch, notes=[*notes, *launch.notes], lost=[why for _, why in dict.fromkeys(shell.lost)])
+    if shell.lost:
+        raise refuse(*shell.lost[0])
     for text in shell.documents:
         if says_flags(text.text):
             raise refuse(text.where, "this here-document has flags, and what is done with it is not followed")
@@ -107,6 +120,17 @@ def _after_ray(words: Sequence[Word]) -> Sequence[Word]:
     return made
 
 
+def _one_of(path: Path, kind: str, commands: Sequence[tuple[Sequence[Word], Where]]) -> Launch:
+    """The last of several command lines; the others are held against it."""
+    made = [_launched(path, kind, words, whole=not words[0].text.startswith("-")) for words, _ in commands]
+    launch, at = made[-1], commands[-1][1]
+    if len(made) == 1:
+        return launch
+    others = [(str(where), str(at), one) for one, (_, where) in zip(made[:-1], commands, strict=False)]
+    said = f"{len(made)} commands carry Megatron flags ({', '.join(one for one, _, _ in others)} and {at}); the last one is read"
+    return replace(launch, notes=[said, *launch.notes], others=[*launch.others, *others])
+
+
 def _launched(path: Path, kind: str, words: Sequence[Word], whole: bool = True) -> Launch:
     """One command line."""
     at = next((i for i, word in enumerate(words) if PROGRAM.search(word.text)), None)
@@ -116,19 +140,42 @@ def _launched(path: Path, kind: str, words: Sequence[Word], whole: bool = True) 
     rest = words[start + 1 :] if start is not None else words
     if hydra.shapes(rest) and not shapes(rest):
         told = hydra.read_overrides(rest)
+        kind = f"{kind}, Hydra overrides"
+        role = Launch(path, kind, told.args | told.reference, told.said, unsaid="reference", changed=told.changed)
         return Launch(
-            path, f"{kind}, Hydra overrides", told.args, told.said, told.unknown, whole=whole, unsaid="reference", program=program, changed=told.changed
+            path, kind, told.args, told.said, told.unknown, told.notes, whole=whole, unsaid="reference", program=program, changed=told.changed,
+            doubts=told.doubts, others=[("its actor", "its ref", role)] if told.reference else [],
         )  # fmt: skip
     line = CommandLine().read(rest)
     bridged = line.args.get("megatron_to_hf_mode") == "bridge"
     return Launch(
-        path, kind, line.args, line.said, line.unknown, line.notes, whole and bool(program), "reference" if bridged else "megatron", program
+        path,
+        kind,
+        line.args,
+        line.said,
+        line.unknown,
+        line.notes,
+        whole and bool(program),
+        "reference" if bridged else "megatron",
+        program,
+        doubts=[*line.doubts, *_code(words)],
     )
 
 
-def _flag_file(path: Path, text: str) -> Launch:
+def _code(words: Sequence[Word]) -> list[tuple[str, str]]:
+    """Flags that are given to code, and not to a program: what it makes of them is not followed."""
+    for at, word in enumerate(words):
+        shell = re.fullmatch(r"(?:.*/)?(?:python[\d.]*|(bash|sh|zsh))", word.text)
+        options = list(itertools.takewhile(lambda one: one.text.startswith("-") and not one.text.startswith("--"), words[at + 1 :]))
+        for option in options if shell else ():
+            if option.text in (("-s",) if shell and shell[1] else ("-", "-c")):
+                return [("the model's flags", f"{word.where}: {word.text} {option.text} is code that may change them")]
+    return []
+
+
+def _flag_file(path: Path, text: str, given: Mapping[str, str]) -> Launch:
     """Flags or overrides, one or more a line: what a shell would have left of its words."""
-    shell = Shell(path)
+    shell = Shell(path, given=given)
     shell.files.append(path)
     body = Reader(f"A=({text}\n)", path).script()
     words = [
@@ -151,11 +198,10 @@ def _python(path: Path, text: str, given: Mapping[str, str]) -> Launch:
     started = [one for one in with_flags if one.starts] or (with_flags if len(with_flags) == 1 else [])
     if started:
         command = started[-1]
-        others = ", ".join(str(one.where) for one in started[:-1])
-        more = [f"{len(started)} commands carry Megatron flags ({others} and {command.where}); the last one is read"] if others else []
-        words = _after_ray(command.words)
-        launch = _launched(path, "Python lists", words, whole=not words[0].text.startswith("-"))
-        return replace(launch, notes=[*more, f"the flags are those of the call in {command.where}", *launch.notes])
+        launch = _one_of(
+            path, "Python lists", [([*_model(path, one.model, one.where), *_after_ray(one.words)], one.where) for one in started]
+        )
+        return replace(launch, notes=[f"the flags are those of the call in {command.where}", *launch.notes])
     listed = {name: words for name, words in dict(script.lists).items() if words}
     if not listed:
         raise UsageError(f"{path}: no list in it has a Megatron flag", hint=HINT)
@@ -170,6 +216,22 @@ def _python(path: Path, text: str, given: Mapping[str, str]) -> Launch:
     launch = _launched(path, "Python lists", _together({name: best} | apart), whole=not apart and not best[0].text.startswith("-"))
     notes = [f"the flags are those of {', '.join([name, *apart])}"]
     return replace(launch, notes=[*notes, *launch.notes])
+
+
+def _model(path: Path, named: Any, where: Where) -> Sequence[Word]:
+    """The flags of scripts/models/NAME.sh, which slime's and miles' launchers put in front of those that they are given."""
+    if named is None:
+        return []
+    file = Path("scripts/models") / f"{named}.sh"
+    found = next((root / file for root in [*path.absolute().parents][:4] if (root / file).is_file()), None)
+    if found is None:
+        raise refuse(where, f"the model's flags are those of {file}, which is not there")
+    shell = Shell(found)
+    shell.run()
+    flags = shell.variables.get("MODEL_ARGS")
+    if not isinstance(flags, list):
+        raise refuse(where, f"{file} has no list MODEL_ARGS")
+    return [Word("train.py", where), *flags]
 
 
 def _together(lists: Mapping[str, Sequence[Word]]) -> list[Word]:

@@ -12,10 +12,11 @@ from pathlib import Path
 
 from bisect_hooks.errors import UsageError
 
-from bisect_tool.launch import shell_builtins
-from bisect_tool.launch.arithmetic import Arithmetic
-from bisect_tool.launch.shell_assign import adopt, assigned, declare, exported, forget_set, function, lent, marked
-from bisect_tool.launch.shell_syntax import DECLARES, Reader
+from bisect_tool.launch import hydra, shell_builtins
+from bisect_tool.launch.flags import is_flag
+from bisect_tool.launch.shell_assign import adopt, assigned, declare, environment, exported, function, lent, marked, said
+from bisect_tool.launch.shell_numbers import calculated
+from bisect_tool.launch.shell_syntax import DECLARES, parsed
 from bisect_tool.launch.shell_tests import Condition
 from bisect_tool.launch.shell_tree import (
     Arith,
@@ -36,7 +37,7 @@ from bisect_tool.launch.shell_tree import (
     While,
 )
 from bisect_tool.launch.shell_words import Value, expand, matches, single
-from bisect_tool.launch.words import Leave, Undecided, Where, Word, known, read_text, refuse
+from bisect_tool.launch.words import Leave, Undecided, Where, Word, refuse, script_text
 
 MOST_STEPS = 100_000
 DEEPEST = 20
@@ -66,29 +67,35 @@ class Shell:
     output: list[str] | None = None
     files: list[Path] = field(default_factory=list)
     documents: list[Raw] = field(default_factory=list)
+    passed: list[str] = field(default_factory=list)
+    targets: list[Raw] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
     marks: dict[str, str] = field(default_factory=dict)
     locals: list[dict[str, tuple[Value | None, str]]] = field(default_factory=list)
     substituted: bool | None = True
     exports_all: bool = False
+    asked: str = ""
+    lost: list[tuple[Where, str]] = field(default_factory=list)
     steps: int = 0
     depth: int = 0
 
     def __post_init__(self) -> None:
-        for name, value in self.given.items():
-            self.variables.setdefault(name, Word(value, Where(Path("--set"), 1, f"{name}={value}")))
+        for name in self.given:
+            self.variables.setdefault(name, said(self.given, name))
 
     def run(self) -> None:
         """Reads the script to its end.  Raises UsageError naming the line that it can't follow."""
         try:
-            self.read(read_text(self.script), self.script)
+            self.read(script_text(self.script), self.script)
         except Leave:
             pass
 
     def read(self, text: str, file: Path, first_line: int = 1) -> bool | None:
         """Follows a script's text in this state."""
-        reader = Reader(text, file, first_line)
-        body = reader.script()
+        reader, body = parsed(text, file, first_line, not self.files)
         self.documents += reader.documents
+        self.targets += reader.targets
+        self.texts.append(text)
         self.files.append(file)
         with self.deeper(Where(file, first_line)):
             status = self.all(body)
@@ -108,8 +115,8 @@ class Shell:
 
     def put(self, name: str, value: Value) -> None:
         name = self._meant(name)
-        if name not in self.given and "r" not in self.marks.get(name, ""):
-            self.variables[name] = value
+        if "r" not in self.marks.get(name, ""):
+            self.variables[name] = environment(self.given, name, value)
 
     def _meant(self, name: str) -> str:
         """The name itself, or what it is declared to stand for (`declare -n`)."""
@@ -122,32 +129,10 @@ class Shell:
     def why_unset(self, name: str) -> str:
         if self.missing:
             return f"{name} is not set, and {self.missing[0]}, which is not there"
-        return f"nothing in the script sets {name}"
+        return f"{self.passed[0]}, which is not read: it may set {name}" if self.passed else f"nothing in the script sets {name}"
 
     def calculate(self, text: str) -> int:
-        """The value of an arithmetic expression.  Raises Undecided."""
-        where = Where(self.files[-1] if self.files else self.script, 1)
-        try:
-            if "$" in text or "`" in text:
-                text = known([single(Raw(text.replace('"', ""), where), self)])[0]
-            return Arithmetic(text, self.number, lambda name, value: self.put(name, Word(str(value), where))).value()
-        except Undecided as undecided:
-            forget_set(self, text, where, undecided.why)
-            raise
-
-    def number(self, name: str) -> int:
-        """A variable as arithmetic sees it.  Raises Undecided: unset is what the environment has, not 0."""
-        value = self.get(name)
-        if value is None:
-            raise Undecided(self.why_unset(name))
-        first = value if isinstance(value, Word) else value[0] if value else Word("0", Where(self.script, 1))
-        text = known([first])[0].strip()
-        try:
-            if text.startswith("0") and text != "0":
-                raise ValueError("octal")
-            return int(text or "0")
-        except ValueError:
-            raise Undecided(f"{name} is {text[:40]!r}, no number") from None
+        return calculated(self, text)
 
     def substitute(self, text: str, where: Where) -> str:
         """What `$(text)` prints, for the few commands that only print.  Raises Undecided: nothing is run."""
@@ -255,7 +240,8 @@ class Shell:
         """A condition: True, False, or None where only a running shell would know."""
         try:
             return value()
-        except Undecided:
+        except Undecided as undecided:
+            self.asked = undecided.why.removeprefix("nothing in the script sets ")
             return None
 
     def _operand(self, raw: Raw) -> Word:
@@ -283,6 +269,7 @@ class Shell:
     def choose(self, node: If) -> bool | None:
         """`if`: the branch taken; every branch that may be taken where that can't be known."""
         possible: list[Body] = []
+        self.asked = ""
         for test, body in node.branches:
             status = self.all(test)
             if status is True and not possible:
@@ -295,7 +282,8 @@ class Shell:
             if not possible:
                 return self.all(node.otherwise)
             possible.append(node.otherwise)
-        self.branches(possible, node.where, f"a condition on line {node.where.line} that only a running shell knows")
+        said = f" (--set {self.asked}=...)" if self.asked.isidentifier() else ""
+        self.branches(possible, node.where, f"a condition on line {node.where.line} that only a running shell knows{said}")
         return None
 
     def case(self, node: Case) -> bool | None:
@@ -371,6 +359,11 @@ class Shell:
         if not words:
             return True
         name = words[0].text
+        if is_flag(name) or hydra.is_override(name):
+            kind = "a flag" if is_flag(name) else "an override"
+            why = f"line {node.where.line} begins with {kind} and is no command: the backslash before it is missing"
+            self.lost.append((node.where, why))
+            return False
         if name in DECLARES:
             declare(self, name, words[1:], node.declares)
             return True

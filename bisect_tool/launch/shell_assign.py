@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from bisect_tool.launch.shell_tree import Assign, Raw
@@ -55,6 +56,8 @@ def _list(node: Assign, old: Value | None, scope: Scope) -> Value:
         keyed = KEYED.fullmatch(raw.text)
         if keyed is None:
             for word in expand(raw, scope):
+                if word.unknown and len(node.value) == 1 and raw.text.startswith(("$(", "`")):  # it may be any number of words
+                    word = replace(word, text=f"${{{node.name}[@]}}")
                 held[at] = word
                 at += 1
             continue
@@ -128,6 +131,17 @@ def forget_set(shell: Any, text: str, where: Where, why: str) -> None:
         shell.put(name, Word(f"${{{name}{many}}}", where, why))
 
 
+def said(given: Mapping[str, str], name: str) -> Word:
+    """What the environment says of a name."""
+    return Word(given[name], Where(Path("--set"), 1, f"{name}={given[name]}"))
+
+
+def environment(given: Mapping[str, str], name: str, value: Value) -> Value:
+    """The script's own value of a name; where that is not known, what the environment says of it."""
+    words = [value] if isinstance(value, Word) else value
+    return said(given, name) if name in given and words and all(word.unknown for word in words) else value
+
+
 def declare(shell: Any, command: str, words: list[Word], assigns: Iterable[Assign]) -> None:
     """`local`, `declare`, `export`, `readonly`: assigned, hidden from outside a function, and marked with what they are declared as."""
     options = "".join(word.text[1:] for word in words if re.fullmatch(r"-[A-Za-z]+", word.text))
@@ -141,7 +155,7 @@ def declare(shell: Any, command: str, words: list[Word], assigns: Iterable[Assig
             names.append(name)
     names = list(dict.fromkeys([*(one.name for one in made), *names]))
     hidden = names if command in ("local", "declare", "typeset") and "g" not in options and shell.locals else []
-    hidden = [name for name in hidden if name not in shell.locals[-1] and name not in shell.given]
+    hidden = [name for name in hidden if name not in shell.locals[-1]]
     # every word is expanded before the first is assigned
     values = [(one, assigned(one, None if one.name in hidden else shell.get(one.name), shell)) for one in made]
     for name in hidden:
@@ -191,7 +205,7 @@ def adopt(shell: Any, others: Sequence[Any], where: Where, why: str) -> None:
             values[name] = held[0]
             continue
         many = "[@]" if any(isinstance(one, list) or (one is not None and "--" in one.text) for one in held) else ""
-        values[name] = Word(f"${{{name}{many}}}", where, f"{name} depends on {why}")
+        values[name] = environment(shell.given, name, Word(f"${{{name}{many}}}", where, f"{name} depends on {why}"))
     shell.variables, shell.functions = values, first.functions
     shell.marks = {name: marks for one in others for name, marks in one.marks.items()}
     for number, scope in enumerate(shell.locals):

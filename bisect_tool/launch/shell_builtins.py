@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bisect_tool.launch.flags import FLAGS, says_flags
 from bisect_tool.launch.shell_assign import NAMED, forget_set, put_named, without_element
 from bisect_tool.launch.shell_tests import Condition
-from bisect_tool.launch.shell_words import LONGEST
-from bisect_tool.launch.words import Leave, Undecided, Where, Word, known, read_text, refuse
+from bisect_tool.launch.shell_words import LONGEST, single
+from bisect_tool.launch.words import Leave, Undecided, Where, Word, known, refuse, script_text
 
 if TYPE_CHECKING:
     from bisect_tool.launch.shell import Shell
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 ENVIRONMENTS = re.compile(
     r"activate|\.bashrc|\.profile|\.bash_profile|set_?env\S*\.sh|setvars\.sh|conda\.sh|nvm\.sh|\.env|cann\S*\.sh", re.IGNORECASE
 )
+# of these, those that say only where programs are
+PROGRAMS = re.compile(r"activate|setvars\.sh|conda\.sh|nvm\.sh|cann\S*\.sh", re.IGNORECASE)
+READERS = {"cat", "ls", "grep", "head", "tail", "wc", "diff", "stat", "file", "md5sum", "sha256sum", "chmod", "awk", "less", "which"}
 Builtin = Callable[["Shell", list[Word], Where], "bool | None"]
 
 
@@ -162,6 +165,8 @@ def _source(shell: Shell, words: list[Word], where: Where) -> bool | None:
     if named.startswith(("<(", "/dev/")):
         raise refuse(where, f"{named[:40]}: what a command prints is sourced, and no command is run")
     if ENVIRONMENTS.search(posixpath.basename(named)):
+        if not PROGRAMS.search(posixpath.basename(named)):
+            shell.passed.append(f"{where} sources {named}")
         return True
     if words[0].unknown:
         tail = re.sub(r"^.*\}/?", "", named)
@@ -171,17 +176,37 @@ def _source(shell: Shell, words: list[Word], where: Where) -> bool | None:
     if file is None:
         shell.missing.append(f"{where} sources {named}")
         return None
+    _unwritten(shell, file, where)
     outside = shell.arguments
     if len(words) > 1:
         shell.arguments = words[1:]
     try:
-        return shell.read(read_text(file), file)
+        return shell.read(script_text(file), file)
     except Leave as leave:
         if leave.kind != "return":
             raise
         return None
     finally:
         shell.arguments = outside
+
+
+def _unwritten(shell: Shell, file: Path, where: Where) -> None:
+    """Raises UsageError where a line before this one writes the file, or gives its name to a command that may."""
+    redirected = [(single(one, shell), one.where) for one in shell.targets if one.where.file != where.file or one.where.line < where.line]
+    named = [(word, one.where) for one in shell.commands if not _only_reads(one.words) for word in _may_be_written(one.words)]
+    for word, line in (*redirected, *named):
+        found = _find(shell, re.sub(r"^.*\}/?", "", word.text)) if posixpath.basename(word.text) == file.name else None
+        if found is not None and found.samefile(file):
+            raise refuse(where, f"{line} writes {file.name} before it is sourced, and what it then holds is not known")
+
+
+def _only_reads(words: Sequence[Word]) -> bool:
+    name = posixpath.basename(words[0].text)
+    return name in READERS or (name == "sed" and not any(re.match(r"-\w*i|--in-place", word.text) for word in words))
+
+
+def _may_be_written(words: Sequence[Word]) -> Sequence[Word]:
+    return words[-1:] if words[0].text in ("cp", "mv", "ln", "install", "rsync") else words[1:]
 
 
 def _find(shell: Shell, named: str) -> Path | None:

@@ -25,6 +25,7 @@ class Lexer:
     at: int = 0
     heredocs: list[tuple[str, bool]] = field(default_factory=list)
     documents: list[Raw] = field(default_factory=list)
+    targets: list[Raw] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.lines = [0, *(found.end() for found in re.finditer("\n", self.text))]
@@ -176,6 +177,8 @@ class Lexer:
         target = self.word()
         if target is None:
             raise self.error("a redirection without a target")
+        if ">" in found[1]:
+            self.targets.append(target)
         if found[1] in ("<<", "<<-"):
             self.heredocs.append((re.sub(r"[\"'\\]", "", target.text), found[1] == "<<-"))
         return True

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
+from bisect_tool.launch.flags import is_flag
 from bisect_tool.launch.shell_lexer import Lexer
 from bisect_tool.launch.shell_tree import (
     Arith,
@@ -36,9 +38,10 @@ DEEPEST = 60
 
 @dataclass
 class Reader(Lexer):
-    """Reads one script."""
+    """Reads one script.  lenient: a line that begins with a flag goes on with the command before it"""
 
     depth: int = 0
+    lenient: bool = False
 
     def script(self) -> Body:
         body = self.body(())
@@ -309,7 +312,27 @@ class Reader(Lexer):
 
         Once one was lost, the command goes on to the next empty line.
         """
-        if self.heredocs or not self.text.startswith("\n", self.at):
+        if not self.lenient or self.heredocs or not self.text.startswith("\n", self.at):
             return False
         following = self.text[self.at + 1 :].split("\n", 1)[0].strip()
         return bool(following) if joined else bool(re.match(r"--?[A-Za-z]", following))
+
+
+def parsed(text: str, file: Path, first_line: int = 1, may_be_pasted: bool = False) -> tuple[Reader, Body]:
+    """A script's commands, and their reader.
+
+    Lines that begin with a flag belong to the command before them only in what no shell was given as it is: one command line that was
+    pasted without its backslashes, or a whole script that was pasted without its backslashes and the # of its first line.
+    """
+    reader = Reader(text, file, first_line)
+    body = reader.script()
+    if (
+        may_be_pasted
+        and not text.startswith("#!")
+        and any(isinstance(one, Simple) and one.words and is_flag(one.words[0].text) for one in body)
+    ):
+        mended = Reader(text, file, first_line, lenient=True)
+        whole = mended.script()
+        if len(whole) == 1 or text.startswith("!/"):
+            return mended, whole
+    return reader, body

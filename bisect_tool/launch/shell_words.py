@@ -108,6 +108,7 @@ class _Expansion:
     vanished: bool = False
     quoting: bool = False
     made: bool = False
+    loose: bool = False  # it stands in an expansion: what is not quoted is split
 
     def words(self) -> list[Word]:
         self.fields = [Field()]
@@ -120,7 +121,10 @@ class _Expansion:
         return Word(one.text, self.where, one.unknown, bool(one.unknown) and one.unset, one.bare)
 
     def _literal(self, text: str, quoted: bool) -> None:
-        self.fields[-1].add(Word(text, self.where), quoted)
+        if self.loose and not quoted:
+            self._pieces(Word(text, self.where), quoted)
+        else:
+            self.fields[-1].add(Word(text, self.where), quoted)
 
     def _scan(self, text: str, quoted: bool) -> None:
         at, plain = 0, ""
@@ -337,6 +341,7 @@ class _Expansion:
         """What stands after `:-`: in quotes one word, in which only double quotes are quotes; else words of its own."""
         inner = _Expansion(text, self.where, self.scope, self.split)
         if not self.quoting:
+            inner.loose = self.split
             found = inner.words()
             self.made = self.split
             return found if self.split else joined(found, " ", self.where)

@@ -76,6 +76,16 @@ def read_text(path: Path) -> str:
     return text.replace("\r\n", "\n")
 
 
+def script_text(path: Path) -> str:
+    """A shell script's text.  Raises UsageError as read_text does, and for lines that end as Windows ends them."""
+    text = read_text(path)
+    found = path.read_bytes().partition(b"\r\n")
+    if found[1]:
+        where = Where(path, found[0].count(b"\n") + 1)
+        raise refuse(where, "this line ends in a carriage return (CRLF), which bash takes for part of its last word")
+    return text
+
+
 def known(words: Sequence[Word]) -> list[str]:
     """The texts of words that have to be known.  Raises Undecided with the reason of the first that is not."""
     for word in words:
