@@ -107,7 +107,7 @@ def page(tensors: Sequence[Score], catalogue: Sequence[Score], seconds: float, c
         "## Catalogue under parallel layouts",
         "",
         "By activations alone, at full severity; checkpoint layouts take turns. A cell is found/planted and what is wrong of class, layers,",
-        "modules, parts and shard. `-`: can't exist there, or can't be seen (docs/drill.md has the reasons, and every cell).",
+        "modules, parts and shard. `-`: can't exist there, or can't be seen (tests/faults/matrix.py has the reasons).",
         "",
         *table(catalogue, unders),
         "",
