@@ -127,7 +127,9 @@ def page(tensors: Sequence[Score], catalogue: Sequence[Score], seconds: float, c
 
 
 @click.command()
-@click.option("--short", is_flag=True, help="Every tensor of one checkpoint layout 1 % off in fp32, and no table written: 0 if all are placed.")
+@click.option(
+    "--short", is_flag=True, help="Every tensor of one checkpoint layout 1 % off in fp32, and no table written: 0 if all are placed."
+)
 def main(short: bool) -> None:
     """Writes docs/scoreboard.md."""
     started = time.monotonic()
