@@ -89,7 +89,7 @@ scoreboard: install  ## which faults are found, down to which severity: docs/sco
 scoreboard-rivals: install  ## other tools' rules on forty stored pairs: docs/rivals.md
 	$(BIN)/python golden/rivals.py
 
-scoreboard-short: install  ## every tensor of one checkpoint layout, 1 % off in fp32, is placed: a subset for CI (2 minutes)
+scoreboard-short: install  ## every tensor of one checkpoint layout, 1 % off in fp32, is placed (2 minutes)
 	$(BIN)/python golden/scoreboard.py --short
 
 clean:  ## remove .venv, caches and reports
