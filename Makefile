@@ -22,16 +22,16 @@ $(STAMP): pyproject.toml constraints.txt
 run: install  ## install, then climb the ladder on the embedded tiny model
 	$(BIN)/bisect-tool run --prompts golden/prompts.jsonl
 
-test: install  ## all tests but the wide drill (under 10 minutes on 2 cores)
+test: install  ## all tests but the wide ones (about 10 minutes on 2 cores)
 	$(BIN)/python -m pytest -m "not wide" -n 2 --dist loadfile
 
 unit: install  ## tests that start no ranks
 	$(BIN)/python -m pytest -m "not ranks"
 
-wide: install  ## what `make test` leaves out, but for the drill: more faults in more families and layouts (about 10 minutes)
+wide: install  ## what `make test` leaves out, but for the drill: more faults in more families and layouts
 	$(BIN)/python -m pytest -m wide -n 2 --dist loadgroup --ignore tests/faults/test_matrix.py
 
-drill: install  ## every fault x parallel layout x checkpoint layout x dtype, the whole verdict of each: docs/drill.md (about 2 hours)
+drill: install  ## every fault x parallel layout x checkpoint layout x dtype, the whole verdict of each: docs/drill.md (650 cells of about 19 CPU seconds)
 	$(BIN)/python -m pytest -m wide -n 2 --dist loadgroup --drill-table docs/drill.md tests/faults/test_matrix.py
 
 versions: install  ## other transformers and megatron-core, each in a venv under .versions/: docs/versions.md (needs python3.12; 4 GB, half an hour)
@@ -89,7 +89,7 @@ scoreboard: install  ## which faults are found, down to which severity: docs/sco
 scoreboard-rivals: install  ## other tools' rules on forty stored pairs: docs/rivals.md
 	$(BIN)/python golden/rivals.py
 
-scoreboard-short: install  ## every tensor of one checkpoint layout, 1 % off in fp32, is placed (2 minutes)
+scoreboard-short: install  ## every tensor of one checkpoint layout, 1 % off in fp32, is placed
 	$(BIN)/python golden/scoreboard.py --short
 
 clean:  ## remove .venv, caches and reports

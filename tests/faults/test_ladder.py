@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,14 +85,20 @@ def test_a_run_against_golden_recordings_places_and_proves_what_a_run_against_th
     assert "is in float32, --dtype asks for bfloat16" in capsys.readouterr().err
 
 
-def test_a_golden_recording_of_other_weights_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    other = tmp_path / "other"
-    shutil.copytree(REFERENCE, other)
-    name = "model.language_model.layers.2.mlp.experts.gate_up_proj"
-    file = next(one for one in other.glob("*.safetensors") if name in load_file(one))
+def with_weight(out: Path, name: str, edit: Callable[[torch.Tensor], object]) -> Path:
+    """A copy of the reference with one tensor edited where it is."""
+    shutil.copytree(REFERENCE, out)
+    file = next(one for one in out.glob("*.safetensors") if name in load_file(one))
     weights = load_file(file)
-    weights[name][3, 17] *= 1.05
+    edit(weights[name])
     save_file(weights, file)
+    return out
+
+
+def test_a_golden_recording_of_other_weights_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = with_weight(
+        tmp_path / "other", "model.language_model.layers.2.mlp.experts.gate_up_proj", lambda weight: weight[3, 17].mul_(1.05)
+    )
     asked = ["run", "--reference", str(other), "--candidate", str(GOLDEN / "tiny-qwen3.5-moe-torch_dist"), "--golden", str(GOLDEN)]
     assert run([*asked, "--prompts", str(PROMPTS), "--stages", "inputs,forward", "--out", str(tmp_path / "out")]) == 2
     assert "is of other weights" in capsys.readouterr().err
@@ -193,13 +200,9 @@ def test_an_interrupted_run_exits_130_and_leaves_no_rank_behind(tmp_path: Path) 
 
 
 def test_a_reference_of_which_a_weight_is_no_number_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    other = tmp_path / "other"
-    shutil.copytree(REFERENCE, other)
-    name = "model.language_model.layers.2.linear_attn.in_proj_z.weight"
-    file = next(one for one in other.glob("*.safetensors") if name in load_file(one))
-    weights = load_file(file)
-    weights[name][50, 20] = torch.nan
-    save_file(weights, file)
+    other = with_weight(
+        tmp_path / "other", "model.language_model.layers.2.linear_attn.in_proj_z.weight", lambda weight: weight[50, 20].fill_(torch.nan)
+    )
     asked = ["run", "--reference", str(other), "--candidate", str(GOLDEN / "tiny-qwen3.5-moe-torch_dist"), "--prompts", str(PROMPTS)]
     assert run([*asked, "--stages", "inputs,forward", "--out", str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
