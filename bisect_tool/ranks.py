@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
 
+import torch
 from bisect_hooks.errors import BisectError, UsageError
 
 # Our own processes on an authenticated socket, so plain pickles; by bytes, because `send` would share tensors through file
@@ -52,7 +53,7 @@ class World:
         self._calls = 0
         key = secrets.token_bytes(32)
         self._listener = Listener(str(self.path / "socket"), family="AF_UNIX", authkey=key)
-        threads = str(max(1, (os.cpu_count() or 1) // size))
+        threads = str(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // size)))
         environment = os.environ | {
             "BISECT_AUTHKEY": key.hex(),
             "OMP_NUM_THREADS": threads,

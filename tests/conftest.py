@@ -10,6 +10,8 @@ import pytest
 
 # before anything imports torch, as the command line does it: threads that wait for work sleep
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# tests are spread over processes, each with ranks of its own: with more threads than cores the suite takes twice as long
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parent / "faults"))
 sys.path.insert(0, str(Path(__file__).parent / "rollouts"))
 
