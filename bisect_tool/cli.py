@@ -82,6 +82,7 @@ def _stages(_context: click.Context, _option: click.Parameter, text: str | None)
     "--dtype", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True, help="fp32: same function? bf16: same rounding?"
 )
 @click.option("--padding", type=click.Choice(["right", "left"]), default="right", show_default=True, help="Where prompts are padded.")
+@click.option("--no-answers", is_flag=True, help="Where they differ, do not let both sides answer two prompts (8 forwards each).")
 @click.option("--device", default="cpu", show_default=True, help="Where both sides compute.")
 @click.option("--candidate-patch", type=DIRECTORY, help="A patch.py whose patch(model, parallel) is run on the built candidate.")
 @spec_option
@@ -117,6 +118,7 @@ def run(prompts: str, reference: Path | None, candidate: Path | None, parallel: 
         spec=options["spec"],
         stages=options["stages"],
         everything=options["all_stages"],
+        answers=not options["no_answers"],
         strict=options["strict"],
         command=_command(),
         progress=Progress(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bisect_tool.faults import Fault, Finding, span
@@ -81,15 +81,23 @@ def _duplicate(detail: Mapping[str, Any], first: Finding) -> tuple[str, str]:
     return f"experts repeat each other, {detail['wrong']} of {detail['of']} are wrong; expert e holds expert {shown}", AGAIN
 
 
-def _permutation(_detail: Mapping[str, Any], first: Finding) -> tuple[str, str]:
-    if first.site.module == "experts":
-        return "they are the reference's experts in another order", AGAIN
+def _permutation(detail: Mapping[str, Any], first: Finding) -> tuple[str, str]:
+    words = ("experts", "rows", "columns") if first.site.module == "experts" else ("rows", "columns", "taps")
+    said = _order(detail["map"], words[detail["axis"]], detail["unit"])
     if first.site.module in ("attention", "attention_gate"):
-        return (
-            "its rows are the reference's in another order",
-            AGAIN + ": Megatron packs group by group the queries of a KV group, then their gates, then its k and v",
-        )
-    return "its rows are the reference's in another order", AGAIN
+        return said, AGAIN + ": Megatron packs group by group the queries of a KV group, then their gates, then its k and v"
+    return said, AGAIN
+
+
+def _order(mapped: Sequence[int], word: str, unit: int) -> str:
+    moved = [i for i, j in enumerate(mapped) if i != j]
+    if len(moved) == 2:
+        one, other = moved if unit == 1 else (f"{i * unit} to {(i + 1) * unit - 1}" for i in moved)
+        return f"its {word} {one} and {other} have changed places"
+    backwards = list(mapped) == list(range(len(mapped)))[::-1]
+    return f"its {word} are the reference's in {'reverse' if backwards else 'another'} order" + (
+        f", {unit} at a time" * (backwards and unit > 1)
+    )
 
 
 def _even_cut(detail: Mapping[str, Any], _first: Finding) -> tuple[str, str]:

@@ -3,7 +3,7 @@
 The allowance at a site comes from the reference itself: the same function, on the same inputs, evaluated another way.  Four
 re-evaluations are made, each layer given the same inputs as the first time:
 
-    another order   half the chunk of the delta rule, experts in one batched product
+    another order   half the chunk of the delta rule, experts in one batched product, torch's own attention
     alone           every prompt in a batch of its own, so other shapes and other blocking
     permuted        the hidden dimension in another order, weights and all: an exact symmetry
     half an ulp     every weight and every grafted input moved by up to half a unit in its last place (seeded)

@@ -46,7 +46,7 @@ class Job:
     """What a run was asked for, with everything it reads opened once.
 
     parallel   how the candidate is run now · converted  how it was converted, when flags say so
-    left       whether prompts are padded on the left
+    left       whether prompts are padded on the left · answers  whether both sides answer prompts where they differ
     """
 
     reference_path: Path
@@ -62,6 +62,7 @@ class Job:
     spec: tuple[str, str] | None = None
     stages: tuple[str, ...] = STAGES
     everything: bool = False
+    answers: bool = True
     strict: bool = False
     command: str = ""
     progress: Progress = lambda _text: None

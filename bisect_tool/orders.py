@@ -42,7 +42,8 @@ def reordered(want: torch.Tensor, got: torch.Tensor, ways: Sequence[int]) -> Cha
     """
     if want.shape != got.shape:
         return _transposed(want, got)
-    for axis in range(min(want.dim(), 2)):
+    axes = [axis for axis, size in enumerate(want.shape) if size > 1]
+    for axis in axes:
         half = want.shape[axis] // 2
         if want.shape[axis] == 2 * half and half and same_bytes(want.roll(half, axis), got):
             return Change(
@@ -53,12 +54,9 @@ def reordered(want: torch.Tensor, got: torch.Tensor, ways: Sequence[int]) -> Cha
     if transposed is not None:
         return transposed
     if want.dim() < 2:
-        return _blocks_of_vector(want, got, ways)
-    for axis in range(2):
-        found = _order(want if axis == 0 else want.transpose(0, 1), got if axis == 0 else got.transpose(0, 1), axis, ways)
-        if found is not None:
-            return found
-    return None
+        return _blocks_of_vector(want, got, ways) or _exchanged(want, got, ways)
+    orders = (_order(want.transpose(0, axis), got.transpose(0, axis), axis, ways) for axis in axes)
+    return next((found for found in orders if found is not None), None)
 
 
 def _transposed(want: torch.Tensor, got: torch.Tensor) -> Change | None:
@@ -91,6 +89,17 @@ def _blocks_of_vector(want: torch.Tensor, got: torch.Tensor, ways: Sequence[int]
         if mapped is not None:
             return order_of([block * size + i for block in mapped for i in range(size)], 0, ways)
     return None
+
+
+def _exchanged(want: torch.Tensor, got: torch.Tensor, ways: Sequence[int]) -> Change | None:
+    """Numbers of a vector that changed places among themselves, whatever repeats in the rest; those that moved have to be unlike."""
+    here, there = bits(want).tolist(), bits(got).tolist()
+    moved = [i for i, (one, other) in enumerate(zip(here, there, strict=True)) if one != other]
+    was = {here[i]: i for i in moved}
+    if len(was) < len(moved) or was.keys() != {there[i] for i in moved}:
+        return None
+    to = {i: was[there[i]] for i in moved}
+    return order_of([to.get(i, i) for i in range(len(here))], 0, ways)
 
 
 def order_of(mapped: Sequence[int], axis: int, ways: Sequence[int]) -> Change | None:

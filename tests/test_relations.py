@@ -21,6 +21,7 @@ FC1 = "decoder.layers.{}.mlp.experts.experts.linear_fc1.weight"
 PROJ = "decoder.layers.{}.self_attention.linear_proj.weight"
 QKV = "decoder.layers.{}.self_attention.linear_qkv.weight"
 BIAS = "decoder.layers.{}.self_attention.linear_qkv.bias"
+CONV = "decoder.layers.{}.self_attention.conv1d.weight"
 NORM = "decoder.layers.{}.pre_mlp_layernorm.weight"
 HEAD, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 EXPERTS, ROWS = 16, 12
@@ -36,6 +37,7 @@ def model(layers: int = 3) -> dict[str, torch.Tensor]:
     made = {EMBEDDING: random(20, 4), HEAD: random(20, 4)}
     for n in range(layers):
         made |= {FC1.format(n): random(EXPERTS, 6, 4), PROJ.format(n): random(ROWS, ROWS), QKV.format(n): random(ROWS, ROWS)}
+        made |= {CONV.format(n): random(ROWS, 1, 4)}
         made |= {NORM.format(n): torch.ones(ROWS, dtype=torch.bfloat16)}
         # numbers repeat in a vector: no single one of these tells where it was
         made |= {BIAS.format(n): random(ROWS // 2).repeat_interleave(2)}
@@ -94,6 +96,16 @@ PLANTED: dict[str, Planted] = {
         BIAS.format(1),
         lambda made: made[BIAS.format(1)].reshape(3, 4)[[2, 0, 1]].flatten(),
         Relation("permutation", {"axis": 0, "unit": 4, "map": [2, 0, 1]}),
+    ),
+    "permutation of two channels of a vector": (
+        BIAS.format(1),
+        lambda made: made[BIAS.format(1)][[0, 1, 8, 3, 4, 5, 6, 7, 2, 9, 10, 11]],
+        Relation("permutation", {"axis": 0, "unit": 1, "map": [0, 1, 8, 3, 4, 5, 6, 7, 2, 9, 10, 11]}),
+    ),
+    "permutation of a convolution's taps": (
+        CONV.format(1),
+        lambda made: made[CONV.format(1)].flip(2),
+        Relation("permutation", {"axis": 2, "unit": 1, "map": [3, 2, 1, 0]}),
     ),
     "halves of rows swapped": (PROJ.format(2), lambda made: made[PROJ.format(2)].roll(6, 0), Relation("halves-swapped", {"axis": 0})),
     "halves of columns swapped": (PROJ.format(2), lambda made: made[PROJ.format(2)].roll(6, 1), Relation("halves-swapped", {"axis": 1})),
@@ -166,6 +178,12 @@ def test_rows_that_are_equal_tell_no_order() -> None:
     made = model()
     made[PROJ.format(0)][1] = made[PROJ.format(0)][0]
     assert related(PROJ.format(0), made[PROJ.format(0)].flip(0), made)[0].kind == "unknown"
+
+
+def test_numbers_that_moved_and_are_equal_tell_no_order() -> None:
+    made = model()
+    shifted = made[BIAS.format(0)].roll(5)  # each number is there twice
+    assert related(BIAS.format(0), shifted, made)[0].kind == "unknown"
 
 
 def test_an_expert_of_another_layer_is_no_permutation_of_its_own() -> None:

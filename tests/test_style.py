@@ -64,6 +64,7 @@ OFFERED = {
             "--golden",
             "--input-key",
             "--launch",
+            "--no-answers",
             "--out",
         ),
         *("--padding", "--prompts"),

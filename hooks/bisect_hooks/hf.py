@@ -17,6 +17,7 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils import logging as transformers_logging
 
 from bisect_hooks.errors import UsageError, by_kind, first_line
@@ -30,6 +31,7 @@ ONE = Parallel()
 # where the reference computes the same function another way: what the noise floor is measured with
 WRITES_HIDDEN = ("o_proj", "out_proj", "down_proj")
 CHUNKED_RULES, CHUNK = ("torch_chunk_gated_delta_rule",), 64
+ATTENTION = "eager_attention_forward"
 
 
 class Reference:
@@ -105,14 +107,15 @@ class Reference:
 
     @contextmanager
     def another_order(self) -> Iterator[None]:
-        """The same function by other sums: half the chunk of the delta rule, experts in one batched product."""
+        """The same function by other sums: half the chunk of the delta rule, experts in one batched product, attention in one call."""
         module = __import__(type(self.model).__module__, fromlist=["x"])
         before = self.model.config._experts_implementation
-        originals = {name: getattr(module, name) for name in CHUNKED_RULES if hasattr(module, name)}
+        originals = {name: getattr(module, name) for name in (*CHUNKED_RULES, ATTENTION) if hasattr(module, name)}
         try:
             self.model.set_experts_implementation("batched_mm")
             for name, original in originals.items():
-                setattr(module, name, _with_half_a_chunk(original))
+                # torch's own attention rounds inside in other places than eager does, as a candidate's will
+                setattr(module, name, sdpa_attention_forward if name == ATTENTION else _with_half_a_chunk(original))
             yield
         finally:
             self.model.set_experts_implementation(before)

@@ -79,7 +79,7 @@ HOME = [
 
 # By activations alone a decay whose ratio is not the same over tokens is dt_bias (contract rule 7), though L01 moves A_log too.
 FORWARD_ONLY = [
-    Case("A03-slime", "slime", "one", ("A03",), "one", FORWARD, (fault("conversion", FULL, "attention", ["qkv"], "permutation", "run"),)),
+    Case("A03-slime", "slime", "one", ("A03",), "one", (*FORWARD, "--no-answers"), (fault("conversion", FULL, "attention", ["qkv"], "permutation", "run"),)),
     Case("S04-native", "native", "one", ("S04",), "one", FORWARD, (fault("model-definition", EVERY, "shared_expert_gate", [], "config", "run"),)),
     Case("T01-slime-ep4", "slime", "one", ("T01",), "ep4", FORWARD, (fault("model-definition", EVERY, "router", ["probs"], "config", "run"),)),
     Case("P01-native-tp2", "native", "one", ("P01",), "tp2sp", FORWARD, (fault("model-definition", FULL, "attention", ["rope"], "config", "run", tp=[0, 1]),)),

@@ -161,15 +161,21 @@ CODE = ("L01-run", "A01")
 
 def cells() -> Iterator[tuple[Cells, Place, str]]:
     """Every combination, with the reason where it can't exist."""
-    # by what is kept from one to the next: recordings by layout and dtype, ranks by their number
-    for layout, dtype, under, made in product(("slime", "native"), DTYPES, UNDERS, FAULTS):
-        place = Place(layout, under, dtype)
-        yield made, place, made.absent(place)
+    # by what is kept from one to the next: recordings by layout, dtype and rounded tensors, ranks by their number
+    for layout, dtype, minor, under, made in product(("slime", "native"), DTYPES, (False, True), UNDERS, FAULTS):
+        if made.minor == minor:
+            place = Place(layout, under, dtype)
+            yield made, place, made.absent(place)
 
 
 def case_of(made: Cells, at: Place) -> Case:
     """The case of one cell that can exist."""
-    flags = (*FORWARD, *(BF16 if at.dtype == "bf16" else ()), *(("--candidate-patch", "patch.py") if made.plant in CODE else ()))
+    flags = (
+        *FORWARD,
+        "--no-answers",
+        *(BF16 if at.dtype == "bf16" else ()),
+        *(("--candidate-patch", "patch.py") if made.plant in CODE else ()),
+    )
     seen = () if made.unseen(at) else (made.expected(at),)
     expected, minor = ((), seen) if made.minor else (seen, ())
     return Case(f"{made.plant}-{at.layout}-{at.under}-{at.dtype}", at.layout, made.written, (made.plant,), at.under, flags, expected, minor)

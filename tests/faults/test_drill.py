@@ -20,6 +20,7 @@ def check(case: Case, workshop: Workshop, out: Path) -> None:
     assert [verdict_of(fault) for fault in page["minor"]] == list(case.minor)
     assert code == (1 if case.expected else 0)
     assert page["verdict"] == ("differs" if case.expected else "agrees")
+    assert not page["answers"] or "--no-answers" not in case.flags
     for fault in page["faults"]:
         assert fault["explanation"] and fault["next"] and fault["proof"]["control"]
         assert fault["proof"]["before"] is None or fault["proof"]["before"] > fault["proof"]["after"]
