@@ -225,7 +225,7 @@ class Comparison:
         text += (f" {agrees}" if before else "") + (f" {reason}" if reason else "") + self._metadata(site, shape)
         return Finding(
             cls, module, shard, difference=one.difference, tolerance=one.tolerance, relation=relation, explanation=text,
-            next=self._next(cls, site), shows_at=found.shows_at(site), shape=shape.to_json(), candidates=candidates,
+            next=self._next(cls, site), shows_at=found.shows_at(site), shape=shape.to_json(), candidates=candidates, piece=split_key(one.key)[1],
         )  # fmt: skip
 
     @property

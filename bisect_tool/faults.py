@@ -56,6 +56,7 @@ class Finding:
     """One thing that is wrong at one site.
 
     made        the weight table's name of the tensor, where it is one
+    piece       of a packed site, whose numbers are shown: `difference` counts inside it
     tripped     the row or column that says so, where the site as a whole does not
     shape       which tokens are wrong, where that is a clue
     candidates  the classes it may be, where the evidence does not decide
@@ -77,6 +78,7 @@ class Finding:
     shows_at: str | None = None
     minor: bool = False
     made: str = ""
+    piece: str = ""
     tripped: str = ""
     shape: Mapping[str, Any] | None = None
     candidates: tuple[str, ...] = ("conversion", "model-definition", "parallel")
@@ -135,6 +137,8 @@ class Fault:
         }
         if first.cls is None:
             page["class_candidates"] = list(first.candidates)
+        if first.piece:
+            page["piece"] = first.piece
         if first.shape is not None:
             page["shape"] = dict(first.shape)
         if first.axes:

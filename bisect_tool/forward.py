@@ -379,7 +379,7 @@ def to_finding(bench: Bench, located: Located, site: Site) -> Finding:
     tolerance = replace(one.tolerance, source=f"{one.tolerance.source}; {one.tripped}") if one.tripped else one.tolerance
     return Finding(
         None, named, located.shards[site], difference=one.difference, tolerance=tolerance, tripped=one.tripped,
-        shape=_shape(bench, located, one),
+        piece=split_key(one.key)[1], shape=_shape(bench, located, one),
     )  # fmt: skip
 
 

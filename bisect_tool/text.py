@@ -80,8 +80,9 @@ def _fault(fault: Mapping[str, Any], number: int) -> list[str]:
     lines = _wrapped(f"FAULT {number}" if number else "FAULT", fault["explanation"])
     if difference["compared"]:
         at = "".join(f"[{i}]" for i in difference["index"])
+        place = f"{fault['site']}:{fault['piece']}" if "piece" in fault else fault["site"]
         lines += _wrapped(
-            "  at", f"{fault['site']}: {_short(difference['relative_rms'])} relative rms (up to {_short(tolerance['relative_rms'])} allowed: {tolerance['source']}); "
+            "  at", f"{place}: {_short(difference['relative_rms'])} relative rms (up to {_short(tolerance['relative_rms'])} allowed: {tolerance['source']}); "
             f"largest at {at}: {fault['between'][0]} {_short(difference['reference_value'])}, {fault['between'][1]} {_short(difference['candidate_value'])}",
         )  # fmt: skip
     names = fault["tensors"]

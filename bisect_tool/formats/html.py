@@ -53,6 +53,7 @@ def _fault(fault: Page, kind: str) -> str:
     rows = [
         ("class", fault["class"] or f"open: {', '.join(fault.get('class_candidates') or [])}"),
         ("site", fault["site"]),
+        ("piece", fault.get("piece")),
         ("layers", fault["layers"]),
         ("modules", fault["modules"]),
         ("parts", fault["parts"]),

@@ -54,12 +54,17 @@ def test_the_embedded_model_agrees_as_its_golden_report_says(tmp_path: Path) -> 
     assert page["provenance"]["digests"] == golden["provenance"]["digests"]
 
 
-def test_the_gate_passes_our_own_conversion_and_stops_a_faulty_one(workshop: Workshop, tmp_path: Path) -> None:
+def test_the_gate_passes_our_own_conversion_and_stops_a_faulty_one(
+    workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     good, faulty = GOLDEN / "tiny-qwen3.5-moe-torch_dist", workshop.faulty("slime", "one", "A03")
     assert run(["gate", "--golden", str(GOLDEN), "--candidate", str(good), "--out", str(tmp_path / "good")]) == 0
     assert run(["gate", "--golden", str(GOLDEN), "--candidate", str(faulty), "--out", str(tmp_path / "bad")]) == 1
     (fault,) = page_of(tmp_path / "bad")["faults"]
     assert (fault["module"], fault["parts"], fault["layers"], fault["class"]) == ("attention", ["qkv"], [3, 7], None)
+    # where rows of a packed tensor are judged piece by piece, the numbers say of which
+    assert fault["piece"] in ("q", "k", "v")
+    assert f"layers.3.attention.qkv:{fault['piece']}: " in capsys.readouterr().out
 
 
 def test_a_run_against_golden_recordings_places_and_proves_what_a_run_against_the_reference_does(
