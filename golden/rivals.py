@@ -129,7 +129,7 @@ def write_pairs() -> None:
                 assert noise is not None
                 n = f"{len(said):02d}"
                 parts = {"reference": pair.reference, "candidate": pair.candidate, "rows": noise.rows, "columns": noise.columns}
-                tensors |= {f"{n}|{part}": value.float().contiguous() for part, value in parts.items()}
+                tensors |= {f"{n}|{part}": value.float().clone() for part, value in parts.items()}
                 said.append([pair.kind, pair.dtype, pair.severity, pair.tolerance.relative_rms, *noise.worst])
     WORLDS.close()
     save_file(tensors, PAIRS, metadata={"pairs": json.dumps(said)})

@@ -8,10 +8,11 @@ layouts, the cells of `tests/faults/matrix.py`, by activations alone as `bisect-
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from io import StringIO
 from itertools import cycle
 from pathlib import Path
@@ -25,8 +26,9 @@ from bisect_tool.arbiter import Arbiter
 from bisect_tool.candidate import CandidateRun
 from bisect_tool.experiments import Lab
 from bisect_tool.faults import Finding
+from bisect_tool.floor import tolerance_of
 from bisect_tool.flow import word
-from bisect_tool.forward import Bench, Located, to_finding
+from bisect_tool.forward import Bench, Judged, Located, to_finding
 from bisect_tool.ladder import DTYPES
 from bisect_tool.weights import Sides
 
@@ -52,7 +54,11 @@ class Spoiled(CandidateRun):
 
 @dataclass(frozen=True)
 class Score:
-    """One fault.  right  which of FIELDS the first fault named has right · invented  faults beside it"""
+    """One fault.  right  which of FIELDS the first fault named has right · invented  faults beside it
+
+    moved    of a spoiled tensor: how far it moves what it makes in fp32 (relative rms), where that run was made too
+    allowed  how far that may move in this dtype
+    """
 
     kind: str
     dtype: str
@@ -60,6 +66,8 @@ class Score:
     found: bool
     right: Mapping[str, bool]
     invented: int
+    moved: float = math.nan
+    allowed: float = math.nan
 
 
 def spoiled_of(run: CandidateRun, bench: Bench, rule: Rule, key: str, severity: str) -> Spoiled:
@@ -98,16 +106,24 @@ def spoilt(place: Place, severities: tuple[str, ...]) -> Iterator[tuple[Rule, st
 def score_tensors(layout: str, dtypes: tuple[str, ...] = tuple(DTYPES), severities: tuple[str, ...] = SEVERITIES) -> list[Score]:
     """Spoiled tensors of one checkpoint layout."""
     scores = []
+    exact: dict[tuple[str, str], Judged] = {}  # what an fp32 run named first, by tensor and severity
     with tempfile.TemporaryDirectory() as name:
         for place in embedded(Path(name), (layout,), dtypes):
             arbiter = Arbiter.of(place.directory, place.family, place.dims, place.wanted.rounding.read)
             auditor = Sides(place.directory.path, place.checkpoint, None, None).auditor("reference-candidate")
-            for rule, _, severity, bench in spoilt(place, severities):
+            for rule, tensor, severity, bench in spoilt(place, severities):
                 located = bench.locate()
+                if place.dtype == "fp32" and located.sites:
+                    exact[tensor, severity] = located.sites[min(located.sites)]
                 findings = {site: to_finding(bench, located, site) for site in located.sites}
                 if findings and severity == "full":
                     findings = Lab(bench, located, auditor, place.directory.path, (), arbiter).decide(findings)
-                scores.append(_scored(rule, place.dtype, severity, located, findings))
+                score = _scored(rule, place.dtype, severity, located, findings)
+                if (tensor, severity) in exact:
+                    key, difference = exact[tensor, severity].key, exact[tensor, severity].difference
+                    assert difference is not None
+                    score = replace(score, moved=difference.relative_rms, allowed=tolerance_of(bench.recording, key).relative_rms)
+                scores.append(score)
     return scores
 
 

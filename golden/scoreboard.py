@@ -16,6 +16,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import click
+import torch
 from calibrate import OUT as CALIBRATION
 from score import COVERING, FIELDS, LAYERS, SEVERITIES, Score, score_catalogue, score_tensors
 
@@ -65,6 +66,24 @@ def table(scores: Sequence[Score], columns: Sequence[tuple[str, str]], last: str
     return lines
 
 
+def missed(scores: Sequence[Score]) -> list[str]:
+    """Of each kind, dtype and severity that is missed: how far the fault moves what the tensor makes, and how far that may move."""
+    kinds: dict[str, list[Score]] = {}
+    for score in scores:
+        if not score.found:
+            kinds.setdefault(f"{score.kind} | {score.dtype} {score.severity}", []).append(score)
+    lines = ["| fault | in | missed | moves it by | allowed |", "|---" * 5 + "|"]
+    for kind, own in kinds.items():
+        moved, allowed = (_span([getattr(score, name) for score in own]) for name in ("moved", "allowed"))
+        lines.append(f"| {kind} | {len(own)} | {moved} | {allowed} |")
+    return lines
+
+
+def _span(sizes: Sequence[float]) -> str:
+    least, most = f"{min(sizes):.1e}", f"{max(sizes):.1e}"
+    return least if least == most else f"{least} to {most}"
+
+
 def in_short(tensors: Sequence[Score], catalogue: Sequence[Score], claim: str) -> str:
     """The one sentence that README may say."""
 
@@ -103,6 +122,13 @@ def page(tensors: Sequence[Score], catalogue: Sequence[Score], seconds: float, c
         "are not there. Last column: the smallest severity of which every fault is found.",
         "",
         *table(tensors, [(dtype, severity) for dtype in DTYPES for severity in SEVERITIES], "always found (fp32, bf16)"),
+        "",
+        "### What is missed",
+        "",
+        "How far the fault moves what the tensor makes, in fp32, and how far that may move in its dtype (relative rms, of the whole). One number",
+        f"of bf16 is rounded by up to {torch.finfo(torch.bfloat16).eps / 2:.1e} of itself. Norms are kept as w of 1 + w, so 1 % of w is less than 1 % of what they give.",
+        "",
+        *missed(tensors),
         "",
         "## Catalogue under parallel layouts",
         "",
