@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 from bisect_hooks.errors import BisectError
 
+from bisect_tool.allocator import give_back_what_is_freed
 from bisect_tool.cli import cli
 
 
@@ -17,6 +18,7 @@ def run(arguments: list[str] | None = None) -> int:
     """Runs one command and returns its exit code; nothing but the report goes to stdout."""
     # threads that wait for work sleep: reference and ranks share the cores, and spinning would take them from each other
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    give_back_what_is_freed()
     try:
         code = cli.main(args=arguments, prog_name="bisect-tool", standalone_mode=False)
         return int(code or 0)

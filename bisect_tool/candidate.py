@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from safetensors import safe_open
 
 from bisect_tool.prompts import Batch
 from bisect_tool.ranks import WORLDS, World
+from bisect_tool.spilled import Spilled
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +47,13 @@ class Said:
 
     replicas  keys whose replicas were not bit-equal, with the largest absolute difference
     absent    keys that could not be put together, with the reason
+    folder    where the tensors wait, where they are more than memory need hold
     """
 
-    tensors: dict[str, torch.Tensor]
+    tensors: Mapping[str, torch.Tensor]
     replicas: Mapping[str, float]
     absent: Mapping[str, str]
+    folder: tempfile.TemporaryDirectory[str] | None = field(default=None, repr=False)
 
 
 @dataclass(slots=True)
@@ -107,17 +111,31 @@ class CandidateRun:
         self.world.call("edit", key=key, rows=rows, factor=factor)
 
     def record(self, graft: tuple[Path, list[str]] | None = None) -> Said:
-        """Forwards of the whole batch, a few prompts each, with the named values of a Recording grafted in."""
-        said = []
-        for start, part in self.batch.parts():
-            scratch = self.world.scratch()
-            ids = self.fed(part)
-            try:
-                self.world.call("record", rows=part, start=start, ids=ids, graft=graft, out=scratch)
-                said.append(self._gather(scratch, part, ids))
-            finally:
-                shutil.rmtree(scratch, ignore_errors=True)
-        return said[0] if len(said) == 1 else _joined(said)
+        """Forwards of the whole batch, a few prompts each, with the named values of a Recording grafted in.
+
+        What is held at once is what is said of a few prompts; what is said of the others waits on disk.
+        """
+        parts = self.batch.parts()
+        if len(parts) == 1:
+            return self._record_part(*parts[0], graft)
+        folder = tempfile.TemporaryDirectory(prefix="bisect-said-")
+        tensors, said = Spilled(Path(folder.name) / "said"), []
+        for start, part in parts:
+            one = self._record_part(start, part, graft)
+            tensors.add(one.tensors)
+            said.append(replace(one, tensors={}))
+        absent = {key: why for one in said for key, why in one.absent.items()}
+        tensors.drop(absent)
+        return Said(tensors, _worst([one.replicas for one in said]), absent, folder)
+
+    def _record_part(self, start: int, part: Batch, graft: tuple[Path, list[str]] | None) -> Said:
+        scratch = self.world.scratch()
+        ids = self.fed(part)
+        try:
+            self.world.call("record", rows=part, start=start, ids=ids, graft=graft, out=scratch)
+            return self._gather(scratch, part, ids)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
 
     def fired(self) -> dict[str, int]:
         """One forward: tap id → how often it fired, on the rank where it fired most."""
@@ -236,17 +254,13 @@ class CandidateRun:
         }
 
 
-def _joined(said: Sequence[Said]) -> Said:
-    """What was said of one part after another, as one; a key that is absent from a part is absent.  Takes the parts' tensors out of
-    them, so that everything is held once."""
-    absent = {key: why for one in said for key, why in one.absent.items()}
-    replicas: dict[str, list[float]] = {}
-    for one in said:
-        for key, difference in one.replicas.items():
-            replicas.setdefault(key, []).append(difference)
-    worst = {key: max(found, key=lambda one: (math.isnan(one), one)) for key, found in replicas.items()}
-    kept = [key for key in said[0].tensors if key not in absent]
-    return Said({key: torch.cat([one.tensors.pop(key) for one in said]) for key in kept}, worst, absent)
+def _worst(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The largest difference between replicas in any part, NaN above all."""
+    found: dict[str, list[float]] = {}
+    for part in parts:
+        for key, difference in part.items():
+            found.setdefault(key, []).append(difference)
+    return {key: max(every, key=lambda one: (math.isnan(one), one)) for key, every in found.items()}
 
 
 def _same_group(source: Coordinates, at: Coordinates, parallel: Parallel) -> bool:

@@ -8,7 +8,9 @@ re-evaluations are made, each layer given the same inputs as the first time:
     permuted        the hidden dimension in another order, weights and all: an exact symmetry
     half an ulp     every weight and every grafted input moved by up to half a unit in its last place (seeded)
 
-The floor of a site is the largest relative rms of the four, and at least half a unit in the last place; the allowance is MARGIN
+Of fewer than 64 tokens the last two are made up to eight times each, with other seeds.
+
+The floor of a site is the largest relative rms of them all, and at least half a unit in the last place; the allowance is MARGIN
 times the floor.  Rows (tokens) and columns (channels) have allowances of their own (`noise.py`, which says where the margin is from).
 
 A choice has no noise.  What lies behind one (the routed experts' sum, the layer's output) is compared on tokens whose experts
@@ -36,6 +38,9 @@ from bisect_tool.routing import rule_deltas
 from bisect_tool.spilled import Spilled
 
 SEED = 20260423
+# with fewer tokens than this the last two ways are taken several times, with other seeds: the largest of a few differences says little
+# of the next one
+ENOUGH, MOST_SEEDS = 64, 8
 SOURCE = f"{MARGIN:.0f} x the reference's own noise (four re-evaluations)"
 
 
@@ -49,6 +54,7 @@ def tolerance_of(recording: Recording, key: str, *, free: bool = False) -> Toler
 
 Floors = dict[str, float]
 Evaluate = Callable[[Batch, Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]
+Nudge = Callable[[torch.Tensor], torch.Tensor]
 
 
 def measured(
@@ -93,26 +99,27 @@ def measured(
         raise_to(floor, once, grafted=True)
         raise_to(free, once, grafted=False)
     raise_to(floor, partial(said_of, reference, most=1), grafted=True)  # every prompt in a batch of its own
-    with reference.hidden_permuted(SEED):
-        raise_to(floor, once, grafted=True)
-    ruled: dict[str, list[torch.Tensor]] = {}
-    with reference.half_an_ulp_off(SEED) as nudge:
-
-        def nudged(part: Batch, grafts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-            return said_of(reference, part, {key: nudge(value) for key, value in grafts.items()})
-
-        raise_to(floor, nudged, grafted=True)
-        raise_to(free, once, grafted=False)
-        for key in (key for key in probes if ":" not in key):
-            floor[key] = least
-        for layer in range(reference.dims.layers):
-            if reference.dims.moe[layer]:
+    seeds = [SEED + i for i in range(min(MOST_SEEDS, -(-ENOUGH // batch.tokens)))]
+    for seed in seeds:
+        with reference.hidden_permuted(seed):
+            raise_to(floor, once, grafted=True)
+    floor |= dict.fromkeys((key for key in probes if ":" not in key), least)
+    chosen = {key: least for key in said if key.endswith(".router.probs")}
+    ruled: dict[str, list[torch.Tensor]] = {key: [] for key in chosen}
+    for seed in seeds:
+        with reference.half_an_ulp_off(seed) as nudge:
+            raise_to(floor, partial(_nudged, reference, nudge), grafted=True)
+            raise_to(free, once, grafted=False)
+            for layer in (n for n, moe in enumerate(reference.dims.moe) if moe):
                 first, _, second = reference.probe_experts(layer, nudge(probes[f"layers.{layer}.experts.fc1:rows"]))
                 for key, again in ((f"layers.{layer}.experts.fc1", first), (f"layers.{layer}.experts.fc2", second)):
                     # each expert is judged by itself, so the floor is the worst expert's
                     floor[key] = max(floor[key], *(measure(a, b).relative_rms for a, b in zip(probes[key], again, strict=True)))
-        for key in (key for key in said if key.endswith(".router.probs")):
-            floor[key], ruled[key] = _rule_noise(reference, key, said, nudge, least)
+            for key in chosen:
+                level, moved = _rule_noise(reference, key, said, nudge)
+                chosen[key] = max(chosen[key], level)
+                ruled[key] += moved
+    floor |= chosen  # whatever was heard of them behind logits that moved otherwise
     noises = {key: estimate(said[key], ruled.get(key) or [one[key] for one in deltas], least) for key in deltas[0]}
     return floor, free, noises
 
@@ -123,17 +130,19 @@ def _kept(key: str, before: Mapping[str, torch.Tensor], again: Mapping[str, torc
     return torch.ones(len(before[key]), dtype=torch.bool, device=before[key].device) if alike is None else alike
 
 
-def _rule_noise(
-    reference: Reference, key: str, said: Mapping[str, torch.Tensor], nudge: Callable[[torch.Tensor], torch.Tensor], least: float
-) -> tuple[float, list[torch.Tensor]]:
+def _nudged(reference: Reference, nudge: Nudge, part: Batch, grafts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A forward on grafts that were moved by half a unit in the last place."""
+    return said_of(reference, part, {key: nudge(value) for key, value in grafts.items()})
+
+
+def _rule_noise(reference: Reference, key: str, said: Mapping[str, torch.Tensor], nudge: Nudge) -> tuple[float, list[torch.Tensor]]:
     """Of probabilities: the rule on its own logits and on moved ones, against what the reference said, where the choice stayed."""
     prefix = key.removesuffix(".probs")
     logits, bias = said[f"{prefix}.logits"], said.get(f"{prefix}.expert_bias")
     moved = (logits.float(), nudge(logits).float())
-    level, deltas = rule_deltas(
+    return rule_deltas(
         lambda one: reference.family.route(one, reference.dims, bias), moved, said[key].float(), said[f"{prefix}.topk"].float()
     )
-    return max(level, least), deltas
 
 
 def _is_choice(key: str) -> bool:

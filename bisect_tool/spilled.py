@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -26,6 +26,11 @@ class Spilled(Mapping[str, torch.Tensor]):
         self.keys_of_parts = tuple(tensors)
         self.files.append(file)
 
+    def drop(self, keys: Iterable[str]) -> None:
+        """Forgets keys, as those that some part lacks."""
+        gone = set(keys)
+        self.keys_of_parts = tuple(key for key in self.keys_of_parts if key not in gone)
+
     def part(self, number: int, device: torch.device) -> dict[str, torch.Tensor]:
         return load_file(self.files[number], device=str(device))
 
@@ -37,6 +42,9 @@ class Spilled(Mapping[str, torch.Tensor]):
             with safe_open(file, framework="pt") as opened:
                 found.append(opened.get_tensor(key))
         return found[0] if len(found) == 1 else torch.cat(found)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.keys_of_parts  # without reading it
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys_of_parts)

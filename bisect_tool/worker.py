@@ -22,6 +22,7 @@ from bisect_hooks.spec import Spec, import_spec, settle
 from bisect_hooks.tap import Graft
 from safetensors.torch import save_file
 
+from bisect_tool.allocator import give_back_what_is_freed
 from bisect_tool.candidate import Built
 from bisect_tool.checkpoint import Checkpoint, open_checkpoint
 from bisect_tool.hf_directory import HuggingFaceDirectory, open_hf
@@ -309,6 +310,7 @@ def main() -> None:
     """worker DIRECTORY RANK WORLD DEVICE"""
     directory, rank, world, device = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), torch.device(sys.argv[4])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    give_back_what_is_freed()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     mcore.join_world(rank, world, directory / "store", device)
     with Client(str(directory / "socket"), family="AF_UNIX", authkey=bytes.fromhex(os.environ["BISECT_AUTHKEY"])) as connection:
