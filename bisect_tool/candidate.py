@@ -45,7 +45,7 @@ class Built:
 class Said:
     """One forward of the candidate: canonical tensors by key, [tokens f].
 
-    replicas  keys whose replicas were not bit-equal, with the largest absolute difference
+    replicas  keys whose replicas were not bit-equal, with the largest relative rms between them
     absent    keys that could not be put together, with the reason
     folder    where the tensors wait, where they are more than memory need hold
     """

@@ -60,6 +60,8 @@ def by_forward(job: Job, result: StageResult) -> None:
     if result.verdict is None or result.verdict.value != "agrees":
         return
     sites = f"{result.compared['sites']} sites agree with the reference in {job.dtype}"
+    if max(job.batch.lengths) == 1:
+        return  # a token by itself shows nothing of what lies between tokens
     result.cleared.append(("the model's definition", f"{sites}, each layer given the reference's input"))
     if job.parallel.world > 1:
         result.cleared.append(("the parallel layout", f"{sites} under {job.parallel}"))

@@ -24,15 +24,23 @@ from bisect_tool.config_check import Mismatch, config_relation, explanation
 from bisect_tool.faults import Finding, Proof, Relation
 from bisect_tool.floor import tolerance_of
 from bisect_tool.flow import site_name, word
-from bisect_tool.forward import Bench, Located, Pass, handed_to
+from bisect_tool.forward import Bench, Judged, Located, Pass, handed_to
 from bisect_tool.judge import Verdict
 from bisect_tool.recording import in_order
 from bisect_tool.reference import base_grafts
+from bisect_tool.shards import Place, Shard, shard_of
 
 # computations whose numbers come straight from a tensor of another part
 WEIGHTS_OF = {"linear_attention.decay": ("linear_attention.a_log", "linear_attention.dt_bias"), "attention_gate": ("attention.qkv",)}
 
 NO_NEIGHBOUR = "there is none: no neighbour agrees, so nothing says that another value would not cure it too"
+
+# sums that no site hears by itself
+SUM_BEFORE = (
+    "With the reference's value in its place the layer's output is still off: it is the sum before it, of what enters the layer and "
+    "what its mixer gives (the residual)."
+)
+SUM_AFTER = "What enters the layer and all that its modules give agree: it is their sum (the residual)."
 
 
 @dataclass(slots=True)
@@ -48,6 +56,7 @@ class Lab:
     padded_right: Callable[[], Bench] | None = None
     probes: list[str] = field(default_factory=list)
     opinions: dict[Site, Opinion] = field(default_factory=dict)
+    absorbed: set[Site] = field(default_factory=set)
 
     def decide(self, findings: dict[Site, Finding]) -> dict[Site, Finding]:
         """Findings by located site, each with class, relation where one is known, and proof."""
@@ -58,7 +67,8 @@ class Lab:
                 found = step(open_sites)
                 decided |= found
                 open_sites = {site: finding for site, finding in open_sites.items() if site not in found}
-        return {site: self._with_opinion(site, finding) for site, finding in (decided | open_sites).items()}
+        kept = {site: finding for site, finding in (decided | open_sites).items() if site not in self.absorbed}
+        return {site: self._with_opinion(site, finding) for site, finding in kept.items()}
 
     # -- reference ------------------------------------------------------------------------------------------------------------
 
@@ -151,7 +161,14 @@ class Lab:
             relations = {one.relation.key: one.relation for one in found if one.relation is not None}
             relation = next(iter(relations.values())) if len(relations) == 1 else Relation("unknown")
             tensors = (tuple(n for one in found for n in one.tensors[0]), tuple(n for one in found for n in one.tensors[1]))
-            decided[site] = replace(findings[site], cls="conversion", relation=relation, proof=proof, tensors=tensors)
+            decided[site] = replace(
+                findings[site],
+                cls="conversion",
+                relation=relation,
+                proof=proof,
+                tensors=tensors,
+                shard=self._held_by(findings[site], found),
+            )
             if all(one.minor for one in found):
                 decided[site] = replace(decided[site], minor=True)
         spared = sum(self._agrees(control, site) for site in suspects)
@@ -159,6 +176,17 @@ class Lab:
             f"reference's weights put in place: {len(decided)} of {len(suspects)} cured; control, all {len(others)} other tensors: {spared} cured"
         )
         return decided
+
+    def _held_by(self, finding: Finding, unequal: Iterable[Finding]) -> Shard:
+        """Which ranks of the run hold the wrong bytes: what ranks add up, activations can't tell apart."""
+        parallel, places = self.bench.run.parallel, set[Place]()
+        auditor = replace(self.auditor, parallel=parallel)
+        for one in unequal:
+            compared = auditor.compare(one.made)
+            if compared is None:  # of another shape
+                return finding.shard
+            places |= set(compared.places)
+        return shard_of(finding.site, parallel, "run", self.bench.dims.layers, places)
 
     def _unequal(self, site: Site, named: Site) -> list[Finding]:
         """Findings of the weights stage for the tensors of one located site."""
@@ -187,7 +215,7 @@ class Lab:
         for site in cured:
             proof = Proof(
                 f"run the same checkpoint on one rank instead of {run.parallel}", self._before(site), self._level(result, site),
-                f"built and run again under {run.parallel}: still {self._level(control, site):.2g}",
+                f"built and run again under {run.parallel}: still {self._still(control, site):.2g}",
             )  # fmt: skip
             gone = {axis: self._agrees(one, site) for axis, one in without.items()}
             axes, evidence = at_fault(gone)
@@ -196,7 +224,7 @@ class Lab:
                 one, other = run.parallel.without(axes[0]), others[0] if others else ""
                 proof = Proof(
                     f"run the same checkpoint under {one} instead of {run.parallel}", self._before(site), self._level(without[axes[0]], site),
-                    f"under {run.parallel.without(other)} instead: still {self._level(without[other], site):.2g}" if other else proof.control,
+                    f"under {run.parallel.without(other)} instead: still {self._still(without[other], site):.2g}" if other else proof.control,
                 )  # fmt: skip
             decided[site] = replace(findings[site], cls="parallel", proof=proof, axes=axes, evidence=evidence)
         return decided
@@ -239,7 +267,7 @@ class Lab:
                 findings[site], cls="model-definition", relation=relation,
                 proof=Proof(
                     "pad the same prompts on the right", self._before(site), self._level(result, site),
-                    f"padded on the left again: still {self._level(control, site):.2g}",
+                    f"padded on the left again: still {self._still(control, site):.2g}",
                 ),
             )
             for site in cured
@@ -270,7 +298,7 @@ class Lab:
             text, do = explanation(one)
             proof = Proof(
                 f"build the candidate with {one.setting.flag} as config.json has it", self._before(site), after,
-                f"built again with it as the candidate has it: still {self._level(control, site):.2g}",
+                f"built again with it as the candidate has it: still {self._still(control, site):.2g}",
             )  # fmt: skip
             decided[site] = replace(
                 findings[site], cls="model-definition", relation=config_relation(one), proof=proof, explanation=text, next=do
@@ -280,13 +308,30 @@ class Lab:
     def _definition(self, findings: Mapping[Site, Finding]) -> dict[Site, Finding]:
         """Weights equal, drift there on one rank, no argument cures it: the reference's value in its place does."""
         decided = {}
-        graft = self._graft_proof(findings)
+        graft, cured = self._graft_proof(findings)
         for site, finding in findings.items():
-            decided[site] = replace(finding, cls="model-definition", proof=graft[site])
+            found = replace(finding, cls="model-definition", proof=graft[site])
+            after = Site("output", site.layer)
+            if site.module == "output":
+                found = replace(found, proof=self._formula_proof(site) or graft[site], evidence=SUM_AFTER)
+            elif site.module == "pre_mlp_norm" and not self._agrees(cured, after) and _stays(graft[site]):
+                found = replace(found, proof=self._formula_proof(site) or graft[site], evidence=SUM_BEFORE)
+                self.absorbed.add(after)
+            decided[site] = found
         return decided
 
-    def _graft_proof(self, findings: Mapping[Site, Finding]) -> dict[Site, Proof]:
-        """The reference's value at the site: the layer's output falls to the floor.  At its neighbour: it does not."""
+    def _formula_proof(self, site: Site) -> Proof | None:
+        """The formula on each side's own inputs, where grafting proves nothing: what is off is a sum that no site hears."""
+        one = self.opinions.get(site)
+        if one is None or one.sides_with != "reference":
+            return None
+        return Proof(
+            f"compute {self.located.sites[site].key} by its formula in float64 from each side's own inputs; the candidate is off, the reference is not",
+            one.off[1], one.off[0], "a formula on the same inputs can't be off for what came in from before",
+        )  # fmt: skip
+
+    def _graft_proof(self, findings: Mapping[Site, Finding]) -> tuple[dict[Site, Proof], Pass]:
+        """(proofs, the pass with every cure in place).  The reference's value at the site: the layer's output falls to the floor.  At its neighbour: it does not."""
         cures = self.located.all_cures
         open_pass, cured = self.bench.one_pass(base=False), self.bench.one_pass(cures, base=False)
         controls = self._controls(findings)
@@ -301,7 +346,7 @@ class Lab:
         self.probes.append(
             f"reference's values grafted at {len(findings)} site(s); control at {'their neighbours' if controls else 'none of their neighbours: none agrees'}"
         )
-        return proofs
+        return proofs, cured
 
     def _controls(self, findings: Iterable[Site]) -> dict[Site, str]:
         """A neighbouring key that agrees, in the same layer where there is one; none where nothing agrees."""
@@ -317,19 +362,41 @@ class Lab:
     # -- reading passes -------------------------------------------------------------------------------------------------------
 
     def _agrees(self, result: Pass, site: Site) -> bool:
-        """Whether a site (or what it waits for) no longer differs."""
+        """Whether a site (or what it waits for) no longer differs, on any rank that holds it."""
         keys = [one for key, one in result.judged.items() if site_name(key) == str(site)]
-        return bool(keys) and all(one.verdict is Verdict.AGREES for one in keys)
+        noisy = [one for one in keys if one.tolerance.relative_rms]  # the others are exact copies of what is judged before them
+        alike = all(result.replicas.get(one.key, 0.0) <= one.tolerance.relative_rms for one in noisy)
+        return bool(keys) and alike and all(one.verdict is Verdict.AGREES for one in keys)
 
     def _level(self, result: Pass, site: Site) -> float:
-        levels = [one.difference.relative_rms for key, one in result.judged.items() if site_name(key) == str(site) and one.difference]
+        """The largest of a site's pieces; NaN above all."""
+        levels = [level for key, one in result.judged.items() if site_name(key) == str(site) and (level := _size(result, one)) is not None]
         return max(levels, key=lambda level: (not math.isfinite(level), level), default=math.nan)  # max() passes over NaN
+
+    def _still(self, result: Pass, site: Site) -> float:
+        """A control's level, of the piece of a packed site whose numbers are shown."""
+        one = result.judged.get(self.located.sites[site].key)
+        level = _size(result, one) if one is not None else None
+        return self._level(result, site) if level is None else level
 
     def _before(self, site: Site) -> float:
         return self.located.sites[site].difference.relative_rms if self.located.sites[site].difference else float("nan")  # type: ignore[union-attr]
 
     def _levels(self, site: Site, cured: Pass, control: Pass) -> tuple[float, float, float]:
-        return self._before(site), self._level(cured, site), self._level(control, site)
+        return self._before(site), self._level(cured, site), self._still(control, site)
+
+
+def _size(result: Pass, one: Judged) -> float | None:
+    """How far a key is from the reference, or its replicas from each other where that is further."""
+    if one.difference is None:
+        return None
+    apart = result.replicas.get(one.key, 0.0) if one.tolerance.relative_rms else 0.0
+    return max(one.difference.relative_rms, apart, key=lambda level: (not math.isfinite(level), level))
+
+
+def _stays(proof: Proof) -> bool:
+    """Whether less than half of a difference went with the experiment."""
+    return proof.before is not None and proof.after is not None and proof.after > proof.before / 2
 
 
 def at_fault(cured: Mapping[str, bool]) -> tuple[tuple[str, ...], str]:

@@ -7,6 +7,8 @@ candidate's logits and expert bias, dispatch by the candidate's routing, experts
 
 from __future__ import annotations
 
+from functools import cache
+
 from bisect_hooks.site import Site
 from bisect_hooks.tap import split_key
 
@@ -56,6 +58,21 @@ UPSTREAM: dict[str, tuple[str, ...]] = {
     "lm_head": (),
 }
 
+MIXED = ("attention.out_proj", "linear_attention.out_proj")
+# edges that a graft cuts and a free run has; what ends in a dot lies in the layer before
+EDGES: dict[str, tuple[str, ...]] = UPSTREAM | {
+    "input": ("output.",),
+    "input_norm": ("input",),
+    "pre_mlp_norm": ("input", *MIXED),
+    "router.probs": ("router.logits",),
+    "router.topk": ("router.logits",),
+    "mlp.fc1": ("pre_mlp_norm",),
+    "mlp.fc2": ("mlp.fc1",),
+    "output": (*UPSTREAM["output"], "mlp.fc2", "input", *MIXED),
+    "final_norm": ("output.",),
+    "lm_head": ("final_norm",),
+}
+
 # a fault that can't be replaced where it is made is replaced where it has just passed
 CURED_AT = dict.fromkeys(("router.expert_bias", "experts.fc1", "experts.fc2", "experts.dispatch"), "experts.combine")
 
@@ -75,6 +92,18 @@ def upstream(site: Site) -> set[str]:
             found.add(one)
             todo += UPSTREAM[one]
     return found
+
+
+@cache
+def _fed_by(name: str) -> frozenset[str]:
+    """Every word of a layer that a word of the same layer is computed from, in a free run."""
+    near = {one for one in EDGES.get(name, ()) if not one.endswith(".")}
+    return frozenset(near).union(*map(_fed_by, near))
+
+
+def behind(site: Site, other: Site) -> bool:
+    """Whether a difference made at `site` can be seen at `other` in a free run."""
+    return word(site) in _fed_by(word(other)) if site.in_layer and site.layer == other.layer else site < other
 
 
 def in_place(site: Site, name: str) -> str:

@@ -22,7 +22,7 @@ from bisect_tool.candidate import CandidateRun, Said
 from bisect_tool.cuts import token_cut
 from bisect_tool.faults import Finding
 from bisect_tool.floor import tolerance_of
-from bisect_tool.flow import CURED_AT, in_place, site_name, upstream, word
+from bisect_tool.flow import CURED_AT, behind, in_place, site_name, upstream, word
 from bisect_tool.judge import Tolerance, Verdict, judge
 from bisect_tool.measure import Difference, measure
 from bisect_tool.noise import Extreme, weigh
@@ -71,7 +71,7 @@ class Pass:
     """One grafted run, judged.
 
     values    the pairs that differ, for whoever wants to look closer
-    replicas  keys whose replicas were not bit-equal, with the largest absolute difference
+    replicas  keys whose replicas were not bit-equal, with the largest relative rms between them
     """
 
     judged: dict[str, Judged] = field(default_factory=dict)
@@ -195,7 +195,7 @@ class Bench:
                 if keys:
                     located.experts[site] = result.experts[keys[0]]
             on_pass(number + 1, located)
-            new = self._cures(made)
+            new = self.cures(made)
             located.cures.append(new)
             cures += [key for key in new if key not in cures]
             if not waiting or not made:
@@ -207,7 +207,7 @@ class Bench:
                     located.incomparable[key] = one.why or "not finite on either side"
         return located
 
-    def _cures(self, sites: Iterable[Site]) -> list[str]:
+    def cures(self, sites: Iterable[Site]) -> list[str]:
         """Keys whose grafting takes a drift made at `sites` out of what follows."""
         known = set(self.recording.keys)
         found = []
@@ -335,11 +335,11 @@ def decay_part(pair: tuple[torch.Tensor, torch.Tensor]) -> str:
 
 
 def shows_at(recording: Recording, free: Said, site: Site) -> str | None:
-    """The first site after `site` at which the free run leaves the reference's own free-running noise."""
+    """The first site behind `site` at which the free run leaves the reference's own free-running noise."""
     for key in in_order(expected_keys(recording)):
         here = parse_site(split_key(key)[0])
         if (
-            not site < here
+            not behind(site, here)
             or key not in free.tensors
             or key not in recording
             or word(here) in PROBED

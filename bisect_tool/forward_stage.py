@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import torch
 from bisect_hooks.errors import UsageError
 from bisect_hooks.hf import Reference, Tokenizer
 from bisect_hooks.site import Site, parse_site
-from bisect_hooks.tap import split_key
 
 from bisect_tool import choices
 from bisect_tool.arbiter import Arbiter
@@ -16,6 +16,7 @@ from bisect_tool.candidate import CandidateRun, Said
 from bisect_tool.experiments import Lab
 from bisect_tool.faults import Finding
 from bisect_tool.floor import tolerance_of
+from bisect_tool.flow import site_name, upstream, word
 from bisect_tool.forward import Bench, Located, expected_keys, of_spec, shows_at, to_finding
 from bisect_tool.judge import Verdict
 from bisect_tool.ladder import Job
@@ -23,7 +24,7 @@ from bisect_tool.measure import Difference, measure
 from bisect_tool.noise import MARGIN
 from bisect_tool.prompts import Batch
 from bisect_tool.ranks import WORLDS
-from bisect_tool.recording import Recording
+from bisect_tool.recording import Recording, in_order
 from bisect_tool.reference import answers_of
 from bisect_tool.reference_recording import golden_reference, recorded_reference
 from bisect_tool.report import StageResult
@@ -46,7 +47,8 @@ def run_forward(job: Job, result: StageResult, answers: list[dict[str, str]]) ->
         result.notes.append(f"{len(missing)} parameters were in no file and stayed NaN: {', '.join(missing[:3])}")
     bench = Bench(recorded.recording, run, job.dims)
     located = bench.locate(lambda number, found: result.probes.append(_pass_line(number, found)))
-    findings = {site: to_finding(bench, located, site) for site in located.sites}
+    captured = replicas(bench, located)
+    findings = {site: to_finding(bench, located, site) for site in located.sites if not _came_in_from(captured, site)}
     if findings:
         arbiter = Arbiter.of(job.reference, job.family, job.dims, wanted.rounding.read)
         lab = Lab(
@@ -60,9 +62,9 @@ def run_forward(job: Job, result: StageResult, answers: list[dict[str, str]]) ->
         )
         findings = lab.decide(findings)
         result.probes += lab.probes
-    free = run.record()
-    findings |= replicas(bench, located)
-    _conclude(job, result, bench, located, findings, free)
+    if job.golden is not None:
+        findings = {site: _doubting(finding, recorded.recording) for site, finding in findings.items()}
+    _conclude(job, result, bench, located, captured | findings, run.record())
     if result.faults and job.answers:
         answers += [one for one in compare_answers(job, run, recorded.reference) if one["reference"] != one["candidate"]]
 
@@ -75,7 +77,7 @@ def padded_right(job: Job, bench: Bench) -> Bench:
 
 def _conclude(job: Job, result: StageResult, bench: Bench, located: Located, findings: dict[Site, Finding], free: Said) -> None:
     recording = bench.recording
-    placed = [_shown(finding, recording, free) for finding in findings.values()]
+    placed = _shown(job, bench, findings, free)
     result.faults = job.explained([finding for finding in placed if not finding.minor])
     result.minor = job.explained([finding for finding in placed if finding.minor])
     keys = expected_keys(recording, bench.run.fused)
@@ -91,6 +93,7 @@ def _conclude(job: Job, result: StageResult, bench: Bench, located: Located, fin
         result.skipped.append(("mtp", "transformers has no module for it"))
     if job.spec is None and job.candidate.args.get("spec") is not None:
         result.skipped.append(("the candidate's own layer spec", "none was given (--spec); ours was used"))
+    result.skipped += not_shown(job)
     result.notes += of_spec(bench.run)
     if job.spec is not None:
         result.skipped += [(site, "the spec's build computes it inside the linear that follows") for site in sorted(bench.run.fused)]
@@ -110,7 +113,7 @@ def _conclude(job: Job, result: StageResult, bench: Bench, located: Located, fin
     )
     if logits is not None:
         said = f"free-running, the logits differ by {logits.relative_rms:.1e}"
-        result.notes.insert(2, said if job.dtype == "fp32" else f"{said}; {is_this_normal(job, recording, logits.relative_rms)}")
+        result.notes.insert(2, said if job.dtype == "fp32" else f"{said}; {is_this_normal(job, result, recording, logits.relative_rms)}")
     result.notes += flips(bench, located, free)
     result.notes += disagreements(job, result, recording, logits)
     result.notes += [f"not compared: {key}: {why}" for key, why in list(located.incomparable.items())[:8]]
@@ -119,10 +122,22 @@ def _conclude(job: Job, result: StageResult, bench: Bench, located: Located, fin
     result.verdict = Verdict.DIFFERS if result.faults else Verdict.INCOMPARABLE if gap else Verdict.AGREES
 
 
+def not_shown(job: Job) -> list[tuple[str, str]]:
+    """What these prompts can't show, whatever the two sides give for them."""
+    seen = len({token for row in job.batch.rows for token in row})
+    found = [("rows of the embedding", f"{seen} of {job.dims.vocabulary} tokens are in these prompts; the weights stage compares all rows")]
+    if max(job.batch.lengths) == 1:
+        found.append(
+            ("positions, attention to other tokens, the past of a convolution or a recurrence", "no prompt has more than one token")
+        )
+    return found
+
+
 def disagreements(job: Job, result: StageResult, recording: Recording, logits: Difference | None) -> list[str]:
     """Where the grafted and the free run do not say the same: drifts that later layers hide, and logits that no drift explains."""
     last = Site("lm_head")
-    hidden = [fault.first.site for fault in result.faults if fault.first.shows_at is None and fault.first.site < last]
+    silent = [fault.first for fault in result.faults if fault.first.shows_at is None and fault.first.cls != "capture"]
+    hidden = [first.site for first in silent if first.site < last]
     said = [
         f"{site}: free-running, nothing behind it leaves the reference's own noise: these prompts do not show it, or later layers hide it"
         for site in hidden[:3]
@@ -136,13 +151,15 @@ def disagreements(job: Job, result: StageResult, recording: Recording, logits: D
     return said
 
 
-def is_this_normal(job: Job, recording: Recording, candidate: float) -> str:
+def is_this_normal(job: Job, result: StageResult, recording: Recording, candidate: float) -> str:
     """What rounding alone does to a free run: the reference in this dtype against itself, evaluated again and in fp32."""
     reference, _ = replace(job.wanted, dtype=torch.float32).load()
     exact = job.batch.pack(reference.forward(job.batch.ids(), job.batch.mask())).cpu()
     rounding = measure(exact, recording["lm_head"].float()).relative_rms
     again = recording.provenance.free_floor["lm_head"]
-    normal = "yes" if candidate <= MARGIN * max(again, rounding) else "no"
+    small = candidate <= MARGIN * max(again, rounding)
+    # a fault is none the less one where the logits hide it
+    normal = "no, there is a fault" if result.faults else "yes" if small else "no"
     return (
         f"is this normal? {normal}: in {job.dtype} the reference is {again:.1e} from itself when it is evaluated again, "
         f"and {rounding:.1e} from itself in fp32"
@@ -164,22 +181,54 @@ def flips(bench: Bench, located: Located, free: Said) -> list[str]:
 
 
 def replicas(bench: Bench, located: Located) -> dict[Site, Finding]:
-    """Ranks that should hold the same and do not, beyond noise: what is compared can't be trusted there."""
-    found: dict[Site, Finding] = {}
-    for key, relative in located.first.replicas.items():
-        tolerance = tolerance_of(bench.recording, key)
-        site = parse_site(split_key(key)[0])
-        if not relative <= tolerance.relative_rms and site not in located.sites and site.module != "input":
-            shard = shard_of(site, bench.run.parallel, "run", bench.dims.layers)
-            text = f"Capture fault at {site}: ranks that should hold the same differ by {relative:.2g} relative rms."
-            found[site] = Finding(
-                "capture", site, shard, tolerance=tolerance, explanation=text, next="Look at the reduction before this site."
-            )
-    return dict(list(found.items())[:1])
+    """Ranks that should hold the same and do not, beyond noise: what is compared behind that can't be trusted.
+
+    Of each half of a layer the first: halves are cut loose from each other.
+    """
+    found: dict[tuple[int | None, bool], Finding] = {}
+    sites = {parse_site(site_name(key)): key for key in reversed(in_order(located.first.replicas))}
+    for site in sorted(sites):
+        relative, tolerance = located.first.replicas[sites[site]], tolerance_of(bench.recording, sites[site])
+        half = (site.layer, site.in_layer and not site < Site("pre_mlp_norm", site.layer))
+        if relative <= tolerance.relative_rms or half in found or site in located.sites or site.module == "input":
+            continue
+        text = f"Capture fault at {site}: ranks that should hold the same differ by {relative:.2g} relative rms."
+        hidden = [one for one in located.sites if _came_in_from([site], one)]
+        if hidden:
+            text += f" What it feeds differs, and is not judged: {', '.join(map(str, hidden[:3]))}{' and more' * (len(hidden) > 3)}."
+        found[half] = Finding(
+            "capture", site, shard_of(site, bench.run.parallel, "run", bench.dims.layers), tolerance=tolerance, explanation=text,
+            next="Look at the reduction before this site.",
+        )  # fmt: skip
+    return {finding.site: finding for finding in found.values()}
 
 
-def _shown(finding: Finding, recording: Recording, free: Said) -> Finding:
-    return replace(finding, shows_at=shows_at(recording, free, finding.site))
+def _came_in_from(captured: Collection[Site], site: Site) -> bool:
+    """Whether a site of a grafted run is computed from one whose replicas differ."""
+    return any(one.layer == site.layer and word(one) in upstream(site) for one in captured)
+
+
+def _doubting(finding: Finding, recording: Recording) -> Finding:
+    """A stored recording that leaves the formula may be spoiled as well as the reference that it was made of be wrong."""
+    if finding.cls != "reference":
+        return finding
+    said = f"The reference was not run: {recording.path} stands for it."
+    return replace(
+        finding, evidence=f"{finding.evidence} {said}".strip(),
+        next="Record the reference again (bisect-tool record --side reference): if it is still off, look at this module in transformers.",
+    )  # fmt: skip
+
+
+def _shown(job: Job, bench: Bench, findings: Mapping[Site, Finding], free: Said) -> list[Finding]:
+    """Findings with the first site that shows them in a free run: of several faults, in one that has the others cured."""
+    at = {finding.site: site for site, finding in findings.items()}
+    faults = [[at[finding.site] for finding in fault.findings] for fault in job.explained(list(findings.values()))]
+    shown: dict[Site, str | None] = {}
+    for own in faults:
+        others = [site for fault in faults if fault is not own for site in fault]
+        said = bench.run.record((bench.recording.path, bench.cures(others))) if others else free
+        shown |= {site: shows_at(bench.recording, said, site) for site in own}
+    return [replace(finding, shows_at=shown[site]) for site, finding in findings.items()]
 
 
 def _pass_line(number: int, located: Located) -> str:

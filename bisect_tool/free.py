@@ -20,7 +20,7 @@ from bisect_hooks.tap import split_key
 
 from bisect_tool.faults import span
 from bisect_tool.floor import tolerance_of
-from bisect_tool.flow import UPSTREAM, site_name, word
+from bisect_tool.flow import EDGES, MIXED, site_name, word
 from bisect_tool.forward import PROBED, Judged
 from bisect_tool.judge import Tolerance, Verdict, judge
 from bisect_tool.measure import measure
@@ -32,20 +32,6 @@ from bisect_tool.shapes import token_errors
 BEHIND = MARGIN * MARGIN
 WIDE = 16
 HELPERS = ("experts.fc1:rows", "experts.fc2:rows", "shared_expert_gate:logit", "tokens")
-MIXED = ("attention.out_proj", "linear_attention.out_proj")
-# edges that a graft cuts and a free run has; what ends in a dot lies in the layer before
-EDGES: dict[str, tuple[str, ...]] = UPSTREAM | {
-    "input": ("output.",),
-    "input_norm": ("input",),
-    "pre_mlp_norm": ("input", *MIXED),
-    "router.probs": ("router.logits",),
-    "router.topk": ("router.logits",),
-    "mlp.fc1": ("pre_mlp_norm",),
-    "mlp.fc2": ("mlp.fc1",),
-    "output": (*UPSTREAM["output"], "mlp.fc2", "input", *MIXED),
-    "final_norm": ("output.",),
-    "lm_head": ("final_norm",),
-}
 
 
 @dataclass(slots=True)

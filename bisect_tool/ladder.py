@@ -179,7 +179,7 @@ class Job:
             first = fault.first
             if not first.explanation:
                 text, do = explanation(fault)
-                fault = replace(fault, findings=(replace(first, explanation=text, next=do), *fault.findings[1:]))
+                fault = replace(fault, findings=(replace(first, explanation=text, next=first.next or do), *fault.findings[1:]))
             faults.append(fault)
         return faults
 

@@ -20,6 +20,7 @@ PROMPTS = ROOT / "golden/gate-prompts.jsonl"
 
 LAYOUTS = {
     "one": Parallel(),
+    "tp2": Parallel(tp=2),
     "tp2sp": Parallel(tp=2, sp=True),
     "pp2": Parallel(pp=2),
     "ep2": Parallel(ep=2),
@@ -33,6 +34,7 @@ LAYOUTS = {
 }
 FLAGS = {
     "one": [],
+    "tp2": ["--tp", "2"],
     "tp2sp": ["--tp", "2", "--sp"],
     "pp2": ["--pp", "2"],
     "ep2": ["--ep", "2"],
