@@ -245,7 +245,9 @@ class Comparison:
             detail = {"axis": "tokens", "unit": 1, "map": held}
             return Shape("permuted", text, {"tokens": len(moved), "of": len(held)}, weights_are_right=True), Relation("permutation", detail)
         lengths = [len(row) for row in self.reference.provenance.rows]
-        return shape_of(errors, allowed, lengths, self._token_cut()), None
+        rotation = word(parse_site(split_key(one.key)[0])) == "attention.rope"
+        unit = "segment" if self.candidate.provenance.packed else "prompt"
+        return shape_of(errors, allowed, lengths, self._token_cut(), rotation=rotation, unit=unit), None
 
     def _token_cut(self) -> TokenCut | None:
         cut = token_cut(self.candidate.provenance)
@@ -296,7 +298,7 @@ class Comparison:
         return shard_of(site, parallel, "run", layers, itertools.product(sorted(wrong["tp"]), sorted(wrong["cp"])))
 
     def _metadata(self, site: Site, shape: Shape) -> str:
-        """What packed metadata does not say, where an error keeps to the segments."""
+        """What packed metadata does not say, where an error keeps to some segments."""
         unsaid = [name for name, value in self.candidate.provenance.packed.items() if value is None]
         if shape.kind != "segments" or not unsaid:
             return ""

@@ -393,7 +393,8 @@ def _shape(bench: Bench, located: Located, one: Judged) -> dict[str, Any] | None
         return None
     parallel = bench.run.parallel.shown() | {"sp": bench.run.parallel.sp}
     cut = token_cut(replace(bench.recording.provenance, parallel=parallel))
-    found = shape_of(token_errors(*values), one.tolerance.relative_rms, [len(row) for row in rows], cut)
+    rotation = word(parse_site(split_key(one.key)[0])) == "attention.rope"
+    found = shape_of(token_errors(*values), one.tolerance.relative_rms, [len(row) for row in rows], cut, rotation=rotation)
     return None if found.kind in ("everywhere", "scattered") else found.to_json()
 
 
