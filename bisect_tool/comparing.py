@@ -21,7 +21,7 @@ from bisect_hooks.tap import split_key
 from bisect_tool import choices
 from bisect_tool.align import Aligned, Mismatch, align
 from bisect_tool.cuts import TokenCut, feature_axes, parallel_of, sequence_axes, token_cut
-from bisect_tool.faults import Fault, Finding, Relation, group, span
+from bisect_tool.faults import Fault, Finding, Relation, counted, group, span, verb
 from bisect_tool.flow import site_name, word
 from bisect_tool.forward import Judged
 from bisect_tool.free import Free, FreeRun
@@ -135,15 +135,15 @@ class Comparison:
             if not behind and bool(rows.all()):
                 continue  # with nothing behind it, only rows that are right clear the weights
             tokens = rows.nonzero().flatten().tolist()
-            where = self._rows_of(tokens)
+            where, count = self._rows_of(tokens), len(tokens)
             difference = measure(*self.run.pair(key))
             held, so = (
-                ("have nothing to do with what enters", "they are other rows' values, or nobody wrote them")
+                ("nothing to do with what enters", "another row's values, or nobody wrote there")
                 if key in found.strange
-                else ("hold no numbers or one value throughout", "nobody wrote them")
+                else ("no numbers or one value throughout", "nobody wrote there")
             )
             shown = "what follows does not show it" if behind else "what enters agrees"
-            text = f"Capture fault at {site}: {len(tokens)} of {len(rows)} rows ({where}) {held}, and {shown}: {so}."
+            text = f"Capture fault at {site}: {counted(count, 'row', of=len(rows))} ({where}) {verb(count, 'has', 'have')} {held}, and {shown}: {so}."
             do = "Look at what fills the rows of cached or padded positions; record with the prefix cache off."
             shape = {"kind": "unwritten", "text": where, "tokens": tokens[:64]}
             return Finding(
@@ -181,7 +181,9 @@ class Comparison:
         for token in tokens:
             row, at = self.reference.batch.where(token)
             places.setdefault(row, []).append(at)
-        return "; ".join(f"row {row}, positions {runs(at)}" for row, at in list(places.items())[:3]) + (" .." if len(places) > 3 else "")
+        return "; ".join(f"row {row}, position{'s' if len(at) > 1 else ''} {runs(at)}" for row, at in list(places.items())[:3]) + (
+            " .." if len(places) > 3 else ""
+        )
 
     # -- drifts ---------------------------------------------------------------------------------------------------------------
 
@@ -243,7 +245,9 @@ class Comparison:
             detail = {"axis": "tokens", "unit": 1, "map": held}
             return Shape("permuted", text, {"tokens": len(moved), "of": len(held)}, weights_are_right=True), Relation("permutation", detail)
         lengths = [len(row) for row in self.reference.provenance.rows]
-        return shape_of(errors, allowed, lengths, self._token_cut()), None
+        rotation = word(parse_site(split_key(one.key)[0])) == "attention.rope"
+        unit = "segment" if self.candidate.provenance.packed else "prompt"
+        return shape_of(errors, allowed, lengths, self._token_cut(), rotation=rotation, unit=unit), None
 
     def _token_cut(self) -> TokenCut | None:
         cut = token_cut(self.candidate.provenance)
@@ -294,7 +298,7 @@ class Comparison:
         return shard_of(site, parallel, "run", layers, itertools.product(sorted(wrong["tp"]), sorted(wrong["cp"])))
 
     def _metadata(self, site: Site, shape: Shape) -> str:
-        """What packed metadata does not say, where an error keeps to the segments."""
+        """What packed metadata does not say, where an error keeps to some segments."""
         unsaid = [name for name, value in self.candidate.provenance.packed.items() if value is None]
         if shape.kind != "segments" or not unsaid:
             return ""

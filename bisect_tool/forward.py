@@ -34,6 +34,8 @@ from bisect_tool.shards import Place, Shard, shard_of
 
 MOST_PASSES = 16
 PROBED = ("experts.fc1", "experts.fc2")
+# why there is nothing to say of what is judged by the reference's rule on the candidate's own values
+NOT_HANDED = "what the candidate makes it of is not finite, so the reference's rule gives nothing to hold it against"
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +158,7 @@ class Bench:
         one = judged(key, reference, candidate, difference, tolerance)
         if one.verdict is Verdict.DIFFERS:
             result.values[key] = (reference, candidate)
-        return one
+        return replace(one, why=NOT_HANDED) if own and one.verdict is Verdict.INCOMPARABLE else one
 
     def _judge_experts(self, key: str, probes: Mapping[str, object], tolerance: Tolerance, result: Pass) -> Judged:
         """Every expert by itself, so that one wrong expert among many is not averaged away; the worst speaks."""
@@ -201,10 +203,10 @@ class Bench:
             if not waiting or not made:
                 located.unexplained = sorted(waiting) if not made else []
                 break
-        for result in located.passes[:1]:
-            for key, one in result.judged.items():
-                if one.verdict is Verdict.INCOMPARABLE:
-                    located.incomparable[key] = one.why or "not finite on either side"
+        for key, one in located.first.judged.items():
+            # what came in not finite may be compared once that is cured
+            if all(result.judged[key].verdict is Verdict.INCOMPARABLE for result in located.passes):
+                located.incomparable[key] = one.why or "not finite on either side"
         return located
 
     def cures(self, sites: Iterable[Site]) -> list[str]:
@@ -391,7 +393,8 @@ def _shape(bench: Bench, located: Located, one: Judged) -> dict[str, Any] | None
         return None
     parallel = bench.run.parallel.shown() | {"sp": bench.run.parallel.sp}
     cut = token_cut(replace(bench.recording.provenance, parallel=parallel))
-    found = shape_of(token_errors(*values), one.tolerance.relative_rms, [len(row) for row in rows], cut)
+    rotation = word(parse_site(split_key(one.key)[0])) == "attention.rope"
+    found = shape_of(token_errors(*values), one.tolerance.relative_rms, [len(row) for row in rows], cut, rotation=rotation)
     return None if found.kind in ("everywhere", "scattered") else found.to_json()
 
 

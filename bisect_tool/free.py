@@ -39,7 +39,7 @@ class Free:
     """What judging found.  `level` of a site is its difference in units of what is allowed; tokens count those still compared.
 
     flips    tokens whose routing differs, by layer · garbage  rows that nobody wrote, by key
-    strange  rows that differ, by key, where some have nothing to do with the reference's
+    strange  rows that are off by themselves, by key, where some have nothing to do with the reference's
     missing  expected and not compared · skipped  one side can't have it
     """
 
@@ -196,8 +196,8 @@ class FreeRun:
             rows = unwritten(candidate) & ~unwritten(reference)
             if bool(rows.any()):
                 found.garbage[key] = rows
-            elif bool(unlike(reference, candidate).any()):
-                found.strange[key] = token_errors(reference, candidate) > tolerance.relative_rms
+            elif (off := strange(reference, candidate, tolerance.relative_rms)) is not None:
+                found.strange[key] = off
             if not bool(found.alive.any()):
                 return Judged(key, Verdict.INCOMPARABLE, None, tolerance, "no token's routing agreed so far")
             difference = measure(reference[found.alive], candidate[found.alive])
@@ -314,6 +314,17 @@ def unlike(reference: torch.Tensor, candidate: torch.Tensor) -> torch.Tensor:
         return torch.zeros(len(r), dtype=torch.bool)
     mean = r.mean(0)
     return torch.nn.functional.cosine_similarity(r - mean, c - mean) < 0.5
+
+
+def strange(reference: torch.Tensor, candidate: torch.Tensor, allowed: float) -> torch.Tensor | None:
+    """Rows that are off by themselves; None unless some of them are nothing like the reference's.
+
+    `allowed` is for all rows together.  The noisiest of many goes beyond that and is right, so a row that is like its own has to be
+    MARGIN times as far off.
+    """
+    errors, other = token_errors(reference, candidate), unlike(reference, candidate)
+    off = (errors > allowed) & (other | (errors > MARGIN * allowed))
+    return off if bool((off & other).any()) else None
 
 
 @cache

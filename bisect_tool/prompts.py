@@ -13,6 +13,8 @@ import torch
 from bisect_hooks.errors import UsageError
 
 KEYS = ("input_ids", "prompt", "text", "messages")
+# letters of a wrong value that are shown
+SHOWN = 60
 # tokens of one forward, padding counted: everything that is said in it is held at once
 FORWARD_TOKENS = 512
 # padding on the left goes up to the next multiple of this, whatever a layout wants sequences to divide by
@@ -153,6 +155,12 @@ def _prompt_of(path: str, number: int, line: str, key: str | None) -> Any:
         if not value:
             raise UsageError(f"{path} line {number}: {found} is empty")
         return value
+    if found == KEYS[0]:
+        shown = json.dumps(value)
+        raise UsageError(
+            f"{path} line {number}: {found} is no list of token ids (whole numbers): {shown if len(shown) <= SHOWN else shown[:SHOWN] + ' ..'}",
+            hint="text goes under prompt" if isinstance(value, str) else "",
+        )
     if isinstance(value, str) or (isinstance(value, list) and all(isinstance(one, dict) for one in value)):
         return value
     raise UsageError(f"{path} line {number}: {found} is neither text, messages nor token ids")

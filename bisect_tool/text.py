@@ -10,6 +10,8 @@ from typing import Any
 WIDTH = 118
 # what moves a cursor or changes a colour: answers and names are other people's
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
+# what tells any two float32 apart
+MOST_DIGITS = 9
 # suspects that a screen lists
 SHOWN = 8
 # what the engine stage was given
@@ -81,9 +83,10 @@ def _fault(fault: Mapping[str, Any], number: int) -> list[str]:
     if difference["compared"]:
         at = "".join(f"[{i}]" for i in difference["index"])
         place = f"{fault['site']}:{fault['piece']}" if "piece" in fault else fault["site"]
+        values = zip(fault["between"], _apart(difference["reference_value"], difference["candidate_value"]), strict=True)
         lines += _wrapped(
             "  at", f"{place}: {_short(difference['relative_rms'])} relative rms (up to {_short(tolerance['relative_rms'])} allowed: {tolerance['source']}); "
-            f"largest at {at}: {fault['between'][0]} {_short(difference['reference_value'])}, {fault['between'][1]} {_short(difference['candidate_value'])}",
+            f"largest at {at}: {', '.join(f'{side} {value}' for side, value in values)}",
         )  # fmt: skip
     names = fault["tensors"]
     for side, word in zip(("reference", "candidate"), fault["between"], strict=True):
@@ -132,6 +135,14 @@ def _conclusion(page: Mapping[str, Any]) -> list[str]:
 def _wrapped(label: str, text: str, indent: int = 13) -> list[str]:
     body = textwrap.wrap(text, WIDTH - indent, break_long_words=False, break_on_hyphens=False) or [""]
     return [f"{label:<{indent - 1}} {body[0]}", *(" " * indent + line for line in body[1:])]
+
+
+def _apart(one: Any, other: Any) -> tuple[str, str]:
+    """Two values, in as many digits as tell them apart: two to MOST_DIGITS."""
+    if not isinstance(one, float) or not isinstance(other, float):
+        return _short(one), _short(other)
+    shown = [(f"{one:.{digits}g}", f"{other:.{digits}g}") for digits in range(2, MOST_DIGITS + 1)]
+    return next((pair for pair in shown if pair[0] != pair[1]), shown[0] if one == other else shown[-1])
 
 
 def _short(value: Any) -> str:

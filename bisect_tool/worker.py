@@ -8,6 +8,8 @@ import signal
 import sys
 import traceback
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
@@ -16,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from bisect_hooks import drive, mcore, mcore_weights
-from bisect_hooks.errors import BisectError, UsageError, by_kind, first_sentence
+from bisect_hooks.errors import BisectError, UsageError, by_kind, first_line, first_sentence
 from bisect_hooks.family import families
 from bisect_hooks.spec import Spec, import_spec, settle
 from bisect_hooks.tap import Graft
@@ -276,12 +278,29 @@ def run_patch(path: Path, candidate: mcore.Candidate) -> None:
     if spec is None or spec.loader is None:
         raise UsageError(f"{path} is no Python file")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with _as_the_users(path):
+        spec.loader.exec_module(module)
     if not callable(getattr(module, "patch", None)):
         raise UsageError(f"{path} defines no patch(model, parallel)")
-    with torch.no_grad():
+    with _as_the_users(path), torch.no_grad():
         for chunk in candidate.chunks:
             module.patch(chunk.model, candidate.parallel)
+
+
+@contextmanager
+def _as_the_users(path: Path) -> Iterator[None]:
+    """What the user's own file raises is no error of ours.  Raises UsageError with the line of the file that raised it."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).resolve() == path.resolve()]
+        if isinstance(error, SyntaxError) and not lines:  # it never ran
+            lines = [error.lineno]
+        at = f", line {lines[-1]}" if lines else ""
+        raise UsageError(
+            f"--candidate-patch {path}{at}: {type(error).__name__}: {first_line(error)}",
+            hint="mend the file, or run without it",
+        ) from error
 
 
 def serve(connection: Connection, rank: Rank) -> None:

@@ -7,6 +7,7 @@ into ranks' files, put together and judged by the code that ships.  Nothing here
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from itertools import accumulate
@@ -25,11 +26,13 @@ from written import Errors, Written
 from bisect_tool import golden
 from bisect_tool.checkpoint import open_checkpoint
 from bisect_tool.comparing import compare
+from bisect_tool.free import FreeRun
 from bisect_tool.hf_directory import open_hf
 from bisect_tool.prompts import Batch
 from bisect_tool.recording import Recording
 from bisect_tool.reference import Wanted
 from bisect_tool.reference_recording import recorded_reference
+from bisect_tool.text import render
 
 LENGTHS = (16, 64, 24)
 ROWS = tuple(tuple(torch.randint(3, 500, (n,), generator=torch.Generator().manual_seed(n)).tolist()) for n in LENGTHS)
@@ -200,6 +203,49 @@ def test_a_recording_with_stale_rows_d08(key: str, reference: Path, written: Wri
     assert fault["site"] == key
     assert fault["shape"]["text"] == "row 1, positions 0 to 15"
     assert "have nothing to do with what enters" in fault["explanation"]
+
+
+def test_only_rows_that_are_off_by_themselves_are_said_to_be_stale(tmp_path: Path) -> None:
+    """What is allowed is for all rows together: the noisiest of many goes beyond it, and is right."""
+    other, key = tmp_path / "other", "layers.4.experts.combine"
+    shutil.copytree(GOLDEN.path, other)
+    said = load_file(other / GOLDEN.files[key])
+    allowed = FreeRun(GOLDEN, GOLDEN, torch.arange(GOLDEN.batch.tokens)).tolerance(key).relative_rms
+    typical = said[key].square().sum(-1).mean().sqrt()
+    said[key][60] += 1.5 * allowed * typical / said[key].shape[1] ** 0.5
+    said[key][50] = said[key][51]
+    save_file(said, other / GOLDEN.files[key])
+    fault = only_fault(judged(GOLDEN.path, other))
+    row, position = GOLDEN.batch.where(50)
+    assert (fault["site"], fault["shape"]["tokens"]) == (key, [50])
+    assert f"1 of {GOLDEN.batch.tokens} rows (row {row}, position {position}) has nothing to do with what enters" in fault["explanation"]
+    assert fault["explanation"].endswith("another row's values, or nobody wrote there.")
+
+
+def test_an_error_of_rows_that_are_not_packed_keeps_to_prompts_and_its_numbers_tell_the_sides_apart(tmp_path: Path) -> None:
+    other, key = tmp_path / "other", "layers.3.attention.core"
+    shutil.copytree(GOLDEN.path, other)
+    said = load_file(other / GOLDEN.files[key])
+    prompt = len(GOLDEN.provenance.rows) - 2
+    start = sum(map(len, GOLDEN.provenance.rows[:prompt]))
+    said[key][start : start + len(GOLDEN.provenance.rows[prompt])] *= 1.0001
+    save_file(said, other / GOLDEN.files[key])
+    page = judged(GOLDEN.path, other)
+    assert f"only in prompt {prompt}" in only_fault(page)["explanation"]
+    shown = re.search(r"reference (\S+), candidate (\S+)", " ".join(render(page).split()))
+    assert shown is not None and shown[1] != shown[2]
+    # no more digits than it takes
+    assert f"{float(shown[1]):.3g}" == f"{float(shown[2]):.3g}" and len(shown[1]) < 9
+
+
+def test_past_taps_of_a_convolution_are_no_error_that_grows(reference: Path, written: Written, tmp_path: Path) -> None:
+    def past(name: str, weight: torch.Tensor) -> torch.Tensor:
+        return weight * torch.tensor([2.0, 2.0, 2.0, 1.0]) if name.endswith("layers.0.linear_attn.conv1d.weight") else weight
+
+    fault = only_fault(judged(reference, write_ranks(tmp_path / "ranks", written.run(ROWS, Errors(weight=past)), ROWS, Parallel())))
+    assert place(fault) == (None, 0, "linear_attention", "conv1d")
+    assert fault["shape"]["text"] == "from the second token of each segment on, none at the first"
+    assert "conversion" in fault["class_candidates"]
 
 
 def test_a_recording_whose_replicas_disagree_is_not_compared(reference: Path, written: Written, tmp_path: Path) -> None:

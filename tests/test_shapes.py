@@ -15,10 +15,10 @@ LENGTHS = (16, 100, 80)
 
 
 def errors(*wrong: tuple[int, range]) -> torch.Tensor:
-    """1 at positions of segments, a thousandth elsewhere."""
+    """1 at positions of prompts, a thousandth elsewhere."""
     found = torch.full((sum(LENGTHS),), 1e-3)
-    for segment, positions in wrong:
-        found[[sum(LENGTHS[:segment]) + at for at in positions]] = 1.0
+    for prompt, positions in wrong:
+        found[[sum(LENGTHS[:prompt]) + at for at in positions]] = 1.0
     return found
 
 
@@ -26,11 +26,11 @@ def errors(*wrong: tuple[int, range]) -> torch.Tensor:
     ("wrong", "kind", "text"),
     [
         ([(i, range(n)) for i, n in enumerate(LENGTHS)], "everywhere", "on nearly every token"),
-        ([(1, range(100)), (2, range(80))], "segments", "only in segments 1 and 2"),
-        ([(2, range(80))], "segments", "only in segment 2"),
-        ([(1, range(100))], "segments", "only in segment 1"),
-        ([(1, range(3)), (2, range(3))], "segments", "only in segments 1 and 2, there only in the first 3 tokens of a segment"),
-        ([(i, range(3)) for i in range(3)], "start", "only in the first 3 tokens of a segment"),
+        ([(1, range(100)), (2, range(80))], "segments", "only in prompts 1 and 2"),
+        ([(2, range(80))], "segments", "only in prompt 2"),
+        ([(1, range(100))], "segments", "only in prompt 1"),
+        ([(1, range(3)), (2, range(3))], "segments", "only in prompts 1 and 2, there only in the first 3 tokens of a prompt"),
+        ([(i, range(3)) for i in range(3)], "start", "only in the first 3 tokens of a prompt"),
         ([(1, range(64, 100)), (2, range(64, 80))], "from-token", "starts at token 64"),
         ([(1, range(64, 65)), (2, range(64, 65))], "span", "only at token 64"),
         ([(1, range(64, 67)), (2, range(64, 66))], "span", "only at tokens 64 to 66"),
@@ -53,15 +53,45 @@ def test_an_error_that_grows_with_position_is_told_from_one_that_is_everywhere()
     assert shape_of(noise, 1e-3, LENGTHS).kind == "everywhere"
 
 
-def test_a_segment_too_short_to_show_it_is_not_called_clean() -> None:
+def flat(lengths: tuple[int, ...], first: dict[int, int]) -> torch.Tensor:
+    """Errors of half to one and a half from position `first[length]` of each prompt on, none before."""
+    position = torch.cat([torch.arange(n) for n in lengths])
+    start = torch.cat([torch.full((n,), first.get(n, n)) for n in lengths])
+    noise = torch.rand(len(position), generator=torch.Generator().manual_seed(0)) + 0.5
+    return torch.where(position >= start, noise, 0).double()
+
+
+def test_an_error_that_begins_at_the_second_token_and_stays_as_large_does_not_grow() -> None:
+    """The past taps of a convolution meet nothing at the first token."""
+    lengths = (1, 7, 144)
+    errors = flat(lengths, {7: 1, 144: 1})
+    found = shape_of(errors, 1e-3, lengths)
+    assert (found.kind, found.text) == ("from-token", "from the second token of each prompt on, none at the first")
+    assert not found.weights_are_right
+    # of an angle that goes with the position, no more can be seen once it has gone round
+    assert shape_of(errors, 1e-3, lengths, rotation=True).text == "grows with position, zero at position 0"
+    # where another prompt shows nothing, it is not of each
+    assert shape_of(flat((7, 144, 20), {7: 1, 144: 1}), 1e-3, (7, 144, 20)).kind not in ("from-token", "grows")
+
+
+def test_a_constant_error_of_one_ranks_half_of_each_prompt_does_not_grow() -> None:
+    assert shape_of(flat((15, 144), {15: 8, 144: 72}), 1e-3, (15, 144)).text == "on 79 of 159 tokens"
+
+
+def test_what_is_packed_is_called_segments() -> None:
+    wrong = errors((1, range(3)), (2, range(3)))
+    assert shape_of(wrong, 0.1, LENGTHS, unit="segment").text == "only in segments 1 and 2, there only in the first 3 tokens of a segment"
+
+
+def test_a_prompt_too_short_to_show_it_is_not_called_clean() -> None:
     position = torch.cat([torch.arange(n) for n in (1, 40, 40)]).double()
     assert shape_of(position / 10, 1e-3, (1, 40, 40)).kind == "grows"
 
 
-def test_an_error_that_fades_in_later_segments_says_so() -> None:
+def test_an_error_that_fades_in_later_prompts_says_so() -> None:
     faded = errors((1, range(100)), (2, range(80)))
     faded[16:] *= torch.cat([torch.arange(n, 0, -1) for n in LENGTHS[1:]])
-    assert shape_of(faded, 0.1, LENGTHS).text == "only in segments 1 and 2, strongest at their start and fading"
+    assert shape_of(faded, 0.1, LENGTHS).text == "only in prompts 1 and 2, strongest at their start and fading"
 
 
 def cut_of(cp: int, tp: int = 1) -> TokenCut:

@@ -166,9 +166,37 @@ def test_a_conversion_without_mtp_says_what_it_left_out(tmp_path: Path, capsys: 
     assert "mtp.*" in [one["what"] for one in skipped]
 
 
-def test_a_patch_that_raises_is_a_crash_with_a_traceback(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("def patch(model, parallel):\n    raise RuntimeError('planted')\n", "line 2: RuntimeError: planted"),
+        # one rank of two, while the other waits for it
+        (
+            "import torch.distributed as dist\n\n\ndef patch(model, parallel):\n    if dist.get_rank() == 1:\n        model.nothing\n    dist.barrier()\n",
+            "line 6: AttributeError: 'GPTModel' object has no attribute 'nothing'",
+        ),
+        ("def patch(model, parallel)\n    pass\n", "line 1: SyntaxError: expected ':'"),
+    ],
+    ids=["every rank", "one rank", "no Python"],
+)
+def test_what_a_patch_raises_is_the_users_and_no_rank_is_waited_for(
+    text: str, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     patch, out = tmp_path / "patch.py", tmp_path / "out"
-    patch.write_text("def patch(model, parallel):\n    raise RuntimeError('planted')\n")
+    patch.write_text(text)
+    command = ["run", "--prompts", str(PROMPTS), "--candidate-patch", str(patch), "--stages", "inputs,forward", "--out", str(out)]
+    started = time.monotonic()
+    assert run([*command, *(["--tp", "2"] if "rank" in text else [])]) == 2
+    assert time.monotonic() - started < 120
+    errors = capfd.readouterr().err.splitlines()
+    (line,) = [line for line in errors if line.startswith("Error: ")]
+    assert f"--candidate-patch {patch}, {said}" in line
+    assert not (out / "traceback.txt").exists() and not (out / "report.json").exists()
+
+
+def test_a_rank_that_ends_is_a_crash_with_a_traceback(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    patch, out = tmp_path / "patch.py", tmp_path / "out"
+    patch.write_text("import os\n\n\ndef patch(model, parallel):\n    print('planted', flush=True)\n    os._exit(3)\n")
     assert run(["run", "--prompts", str(PROMPTS), "--candidate-patch", str(patch), "--stages", "inputs,forward", "--out", str(out)]) == 70
     errors = capfd.readouterr().err.splitlines()
     assert [line for line in errors if line.startswith("Error: ")] == [line for line in errors if "planted" in line]

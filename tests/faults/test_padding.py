@@ -44,7 +44,7 @@ def test_padding_on_the_left_leaks_on_the_native_layout_g06(under: str, prompts:
     ]
     first = page["first"]
     assert first["relation"]["detail"] == {"padding": "left"}
-    assert first["shape"]["text"] == "only in the first 3 tokens of a segment"
+    assert first["shape"]["text"] == "only in the first 3 tokens of a prompt"
     assert first["proof"]["experiment"] == "pad the same prompts on the right"
     assert first["proof"]["before"] > 1e4 * first["proof"]["after"]
     assert "leaks into its first tokens" in first["explanation"]

@@ -33,6 +33,7 @@ ROUTER = "layers[2].mlp.router.weight[3].mul_(1.05)"
 FIRST = "layers[2].mlp.experts.local_experts[11].linear_fc1.weight[7].mul_(0.9)"
 FINAL = "model.decoder.final_layernorm.weight[5].add_(0.01)"
 NOT_A_NUMBER = "layers[3].self_attention.linear_proj.weight[4].fill_(float('nan'))"
+NOT_A_NUMBER_BEFORE_THE_ROUTER = "layers[2].pre_mlp_layernorm.weight[90].fill_(float('nan'))"
 # only one tensor parallel rank, so that one rank cures it
 SHARD = "layers[7].mlp.shared_experts.linear_fc1.weight[1].mul_(1.5 if rank == 1 else 1.0)"
 
@@ -98,6 +99,15 @@ def test_a_fault_that_the_prompts_do_not_show_is_found_and_said_to_be_hidden(wor
     assert found(page) == [made([5], "experts", "fc2")]
     assert page["first"]["shows_at"] is None
     assert any("layers.5.experts.fc2: free-running, nothing behind it leaves" in note for note in page["stages"][3]["notes"])
+
+
+def test_what_a_later_run_compares_is_not_said_to_be_left_out(workshop: Workshop, tmp_path: Path) -> None:
+    """What the router makes of NaN can't be judged by any rule; once the norm before it is cured, it can."""
+    page = judged(workshop.good("slime", "one"), tmp_path, "one", NOT_A_NUMBER_BEFORE_THE_ROUTER)
+    assert made([2], "pre_mlp_norm") in found(page)
+    forward = page["stages"][3]
+    assert any("grafted run 2" in probe for probe in forward["probes"])
+    assert not [note for note in forward["notes"] if note.startswith("not compared")]
 
 
 @pytest.mark.parametrize("name", ["P01", "P03"])
