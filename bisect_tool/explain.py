@@ -27,6 +27,8 @@ def explanation(fault: Fault) -> tuple[str, str]:
     if first.relation is None:
         return _drift(fault)
     said, do = _said(first.relation.kind, first.relation.detail, first)
+    if first.relation.kind == "other-layer" and not _several_in_a_row(fault.layers):
+        do = "Look at how layers are numbered in the mapping"
     if first.relation.kind == "other-tensor" and _exchanged(fault):
         said = "exchanged: each holds what belongs in another of them"
     unexplained = first.relation.kind == "unknown" and not first.relation.rule and first.cls != "conversion"
@@ -55,6 +57,11 @@ def _short(names: Sequence[str]) -> list[str]:
     shared = next((i for i, column in enumerate(zip(*words, strict=False)) if len(set(column)) > 1), len(words[0]) - 1)
     shared -= any(some[shared : shared + 1] and some[shared].isdigit() for some in words) if shared else 0
     return [".".join(some[min(shared, len(some) - 1) :]) for some in words]
+
+
+def _several_in_a_row(layers: Sequence[int]) -> bool:
+    """What a pipeline stage holds; a single layer is no stage."""
+    return len(layers) > 1 and list(layers) == list(range(layers[0], layers[-1] + 1))
 
 
 def where(fault: Fault) -> str:
@@ -108,7 +115,7 @@ def _duplicate(detail: Mapping[str, Any], first: Finding) -> tuple[str, str]:
 def _permutation(detail: Mapping[str, Any], first: Finding) -> tuple[str, str]:
     words = ("experts", "rows", "columns") if first.site.module == "experts" else ("rows", "columns", "taps")
     said = _order(detail["map"], words[detail["axis"]], detail["unit"]) + _part(detail)
-    if first.site.module in ("attention", "attention_gate"):
+    if detail["axis"] == 0 and (first.site.part == "qkv" or first.site.module == "attention_gate"):
         return said, AGAIN + ": Megatron packs group by group the queries of a KV group, then their gates, then its k and v"
     return said, AGAIN
 

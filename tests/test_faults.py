@@ -152,10 +152,34 @@ def test_one_site_whose_tensors_have_other_relations_says_what_was_done_to_each(
     assert joint([finding("layers.0.experts.fc1")]) is None
 
 
+@pytest.mark.parametrize(
+    ("site", "axis", "advised"),
+    [("attention.qkv", 0, True), ("attention_gate", 0, True), ("attention.out_proj", 1, False), ("attention.q_norm", 0, False)],
+)
+def test_how_attention_is_packed_is_said_only_where_it_is(site: str, axis: int, advised: bool) -> None:
+    order = Relation("permutation", {"axis": axis, "unit": 1, "map": [1, 0, 2, 3]})
+    text, do = told(finding(f"layers.3.{site}", order))
+    assert text == f"its {'columns' if axis else 'rows'} 0 and 1 have changed places."
+    assert ("Megatron packs" in do) == advised
+
+
 def test_an_order_says_which_rows_of_which_experts_are_in_it() -> None:
     order = {"axis": 1, "unit": 1, "map": [*range(40)[::-1], *range(40, 80)], "experts": [13], "wrong": 1, "of": 16}
     text, _ = told(finding("layers.5.experts.fc1", Relation("permutation", order)))
     assert text == "its rows 0 to 39 are the reference's in reverse order in 1 of 16 experts (13)."
+
+
+@pytest.mark.parametrize(
+    ("layers", "do"),
+    [
+        ((1,), "Look at how layers are numbered in the mapping."),
+        ((1, 6), "Look at how layers are numbered in the mapping."),
+        ((4, 5, 6, 7), "Look at the layer offset of the pipeline stages."),
+    ],
+)
+def test_a_stage_is_told_from_single_layers_that_hold_another(layers: tuple[int, ...], do: str) -> None:
+    offset = Relation("other-layer", {"offset": -4})
+    assert told(*(finding(f"layers.{n}.{module}", offset) for n in layers for module in MODULES))[1] == do
 
 
 def test_faults_come_in_compute_order_and_not_by_size() -> None:
