@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 
@@ -22,6 +22,8 @@ SAMPLE = 1 << 16
 FP8_BLOCK = 128
 # with fewer elements than this, statistics tell nothing
 FRESH = 512
+# a number of more significant digits was not what a person wrote
+SHORT = 2
 # significant bits of a dtype, the hidden one included
 PRECISION = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24, torch.float64: 53}
 
@@ -58,6 +60,19 @@ def moved(want: torch.Tensor, got: torch.Tensor) -> Change | None:
     return _scaled(want, got) or _offset(want, got) or _rounded(want, got)
 
 
+def of_one(want: torch.Tensor, got: torch.Tensor) -> Change | None:
+    """What made one number of another.  A factor and an addend always fit: the one of fewer digits is named, the other beside it."""
+    both = [change for change in (_scaled(want, got), _offset(want, got)) if change is not None]
+    short = sorted((change for change in both if _digits(change) <= SHORT), key=_digits)
+    return replace(short[0], also=tuple({"kind": one.kind, "detail": one.detail} for one in short[1:])) if short else None
+
+
+def _digits(change: Change) -> int:
+    """Significant digits of how far from nothing a change goes: times 1.02 has one, plus 0.25 two."""
+    away = change.detail["value"] - (change.kind == "scale")
+    return len(f"{abs(away):.9g}".partition("e")[0].replace(".", "").strip("0"))
+
+
 def _scaled(want: torch.Tensor, got: torch.Tensor) -> Change | None:
     w, g, slack = _sampled(want, got)
     usable = (w != 0) & (g != 0)
@@ -77,9 +92,10 @@ def _scaled(want: torch.Tensor, got: torch.Tensor) -> Change | None:
 
 def _offset(want: torch.Tensor, got: torch.Tensor) -> Change | None:
     w, g, slack = _sampled(want, got)
-    for value in simplest(float((g - slack - w).max()), float((g + slack - w).min())):
+    slack += (g - w).abs() * 2.0 ** -PRECISION[torch.float32]  # the addend was rounded too
+    for value, plus in product(simplest(float((g - slack - w).max()), float((g + slack - w).min())), (_plus, _plus_once)):
         change = Change(
-            "offset", {"value": value}, partial(_plus, value=value),
+            "offset", {"value": value}, partial(plus, value=value),
             f"add {value:g} to the reference, compare every byte", f"with {-value:g} added instead it differs",
         )  # fmt: skip
         if value != 0 and same_bytes(change.apply(want), got):
@@ -195,6 +211,11 @@ def _times_once(block: torch.Tensor, value: float) -> torch.Tensor:
 
 def _plus(block: torch.Tensor, value: float) -> torch.Tensor:
     return (block.double() + value).to(block.dtype)
+
+
+def _plus_once(block: torch.Tensor, value: float) -> torch.Tensor:
+    """As torch adds: the addend in the dtype of the sum."""
+    return block + value
 
 
 def _through(block: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -21,7 +21,7 @@ from bisect_hooks.table import Made, Rule
 from bisect_tool.arbiter import Arbiter, Opinion
 from bisect_tool.audit import Auditor
 from bisect_tool.config_check import Mismatch, config_relation, explanation
-from bisect_tool.faults import Finding, Proof, Relation
+from bisect_tool.faults import Finding, Proof, Relation, joint
 from bisect_tool.floor import tolerance_of
 from bisect_tool.flow import site_name, word
 from bisect_tool.forward import Bench, Judged, Located, Pass, handed_to
@@ -158,8 +158,7 @@ class Lab:
             proof = Proof(
                 experiment, before, after, f"the reference's weights in all {len(others)} other tensors instead: still {kept:.2g}"
             )
-            relations = {one.relation.key: one.relation for one in found if one.relation is not None}
-            relation = next(iter(relations.values())) if len(relations) == 1 else Relation("unknown")
+            relation = joint(found) or Relation("unknown")
             tensors = (tuple(n for one in found for n in one.tensors[0]), tuple(n for one in found for n in one.tensors[1]))
             decided[site] = replace(
                 findings[site],

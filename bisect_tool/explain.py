@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from bisect_tool.extent import odd
+from bisect_tool.extent import said as _part
 from bisect_tool.faults import Fault, Finding, span
 
 NAMES = {
@@ -15,6 +17,8 @@ NAMES = {
 }  # fmt: skip
 CLASSES = {None: "Fault of open class", "model-definition": "Model-definition fault"}
 AGAIN = "Convert again with the mapping put right"
+# tensors (blocks of rows) of one fault that are told one by one
+TOLD = 8
 
 
 def explanation(fault: Fault) -> tuple[str, str]:
@@ -22,14 +26,42 @@ def explanation(fault: Fault) -> tuple[str, str]:
     first = fault.first
     if first.relation is None:
         return _drift(fault)
-    said, do = SENTENCES[first.relation.kind](first.relation.detail, first)
+    said, do = _said(first.relation.kind, first.relation.detail, first)
+    if first.relation.kind == "other-layer" and not _several_in_a_row(fault.layers):
+        do = "Look at how layers are numbered in the mapping"
     if first.relation.kind == "other-tensor" and _exchanged(fault):
         said = "exchanged: each holds what belongs in another of them"
-    if first.relation.kind == "unknown" and not first.relation.rule and first.tolerance is not None and first.shard.of == "run":
+    unexplained = first.relation.kind == "unknown" and not first.relation.rule and first.cls != "conversion"
+    if unexplained and first.tolerance is not None and first.shard.of == "run":
         return _drift(fault)
     reference, candidate = first.between
     said = said.replace("the reference's", f"the {reference}'s").replace("the candidate", f"the {candidate}")
     return f"{where(fault)}: {said}.", do if do.endswith("?") else f"{do}."
+
+
+def _said(kind: str, detail: Mapping[str, Any], first: Finding) -> tuple[str, str]:
+    """What was done, and what to do about it; of each tensor where it is not the same of all, of each block of rows likewise."""
+    if "each" not in detail:
+        return SENTENCES[kind](detail, first)
+    each: Sequence[Mapping[str, Any]] = detail["each"]
+    told = [_said(one["kind"], one["detail"], first) for one in each]
+    names = _short([one.get("tensor", "") for one in each])
+    said = [f"{name}: {what}" if name else what for name, (what, _) in zip(names, told, strict=True)]
+    more = f"; and {len(said) - TOLD} more, in report.json" if len(said) > TOLD else ""
+    return "; ".join(said[:TOLD]) + more, told[0][1]
+
+
+def _short(names: Sequence[str]) -> list[str]:
+    """Names without the beginning that all of them share; a layer's number keeps its word."""
+    words = [name.split(".") for name in names]
+    shared = next((i for i, column in enumerate(zip(*words, strict=False)) if len(set(column)) > 1), len(words[0]) - 1)
+    shared -= any(some[shared : shared + 1] and some[shared].isdigit() for some in words) if shared else 0
+    return [".".join(some[min(shared, len(some) - 1) :]) for some in words]
+
+
+def _several_in_a_row(layers: Sequence[int]) -> bool:
+    """What a pipeline stage holds; a single layer is no stage."""
+    return len(layers) > 1 and list(layers) == list(range(layers[0], layers[-1] + 1))
 
 
 def where(fault: Fault) -> str:
@@ -59,7 +91,6 @@ def _drift(fault: Fault) -> tuple[str, str]:
     first = fault.first
     size = f"{first.difference.relative_rms:.2g}" if first.difference else "?"
     do = {
-        "conversion": "The bytes differ and no known relation explains them: compare the tensors named here by hand.",
         "parallel": "The weights are right and one rank is right: look at how this layout cuts, places or reduces here.",
         "model-definition": "The weights are right, on one rank too: look at how the candidate defines this module (spec, flags).",
         "reference": "The reference is wrong here, not the candidate: look at this module in transformers, or take another version of it.",
@@ -83,8 +114,8 @@ def _duplicate(detail: Mapping[str, Any], first: Finding) -> tuple[str, str]:
 
 def _permutation(detail: Mapping[str, Any], first: Finding) -> tuple[str, str]:
     words = ("experts", "rows", "columns") if first.site.module == "experts" else ("rows", "columns", "taps")
-    said = _order(detail["map"], words[detail["axis"]], detail["unit"])
-    if first.site.module in ("attention", "attention_gate"):
+    said = _order(detail["map"], words[detail["axis"]], detail["unit"]) + _part(detail)
+    if detail["axis"] == 0 and (first.site.part == "qkv" or first.site.module == "attention_gate"):
         return said, AGAIN + ": Megatron packs group by group the queries of a KV group, then their gates, then its k and v"
     return said, AGAIN
 
@@ -94,8 +125,10 @@ def _order(mapped: Sequence[int], word: str, unit: int) -> str:
     if len(moved) == 2:
         one, other = moved if unit == 1 else (f"{i * unit} to {(i + 1) * unit - 1}" for i in moved)
         return f"its {word} {one} and {other} have changed places"
-    backwards = list(mapped) == list(range(len(mapped)))[::-1]
-    return f"its {word} are the reference's in {'reverse' if backwards else 'another'} order" + (
+    first, last = moved[0], moved[-1]
+    some = f" {first * unit} to {(last + 1) * unit - 1}" if len(moved) < len(mapped) else ""
+    backwards = list(mapped[first : last + 1]) == list(range(first, last + 1))[::-1]
+    return f"its {word}{some} are the reference's in {'reverse' if backwards else 'another'} order" + (
         f", {unit} at a time" * (backwards and unit > 1)
     )
 
@@ -141,22 +174,9 @@ def _unknown(detail: Mapping[str, Any], _first: Finding) -> tuple[str, str]:
         f"it is {detail['stored']} where the table makes {detail['expected']}"
         + (f", as heads {detail['head_width']} wide would have it (hidden size / heads?)" if "head_width" in detail else "")
         if "expected" in detail
-        else f"the bytes differ{_part(detail)} and no known relation explains them"
+        else f"the bytes differ{_part(detail)}{f': {odd(detail)};' if odd(detail) else ' and'} no known relation explains them"
     )
     return said, "Compare one tensor of it by hand (bisect-tool hash DIR lists digests)"
-
-
-def _part(detail: Mapping[str, Any]) -> str:
-    """Which part of a tensor a change covers, where it is not all of it."""
-    rows = ""
-    if isinstance(detail.get("rows"), list):
-        shown = [f"{start} to {stop - 1}" if stop > start + 1 else f"{start}" for start, stop in detail["rows"][:4]]
-        one = len(detail["rows"]) == 1 and detail["rows"][0][1] == detail["rows"][0][0] + 1
-        rows = f" in row{'' if one else 's'} {', '.join(shown)}{' ..' if len(detail['rows']) > 4 else ''}"
-    if "experts" in detail:
-        more = " .." if len(detail["experts"]) > 8 else ""
-        return f"{rows and f'{rows},'} in {detail['wrong']} of {detail['of']} experts ({span(detail['experts'][:8])}{more})"
-    return rows
 
 
 def _rounded(detail: Mapping[str, Any], first: Finding) -> tuple[str, str]:
@@ -171,9 +191,14 @@ def _rounded(detail: Mapping[str, Any], first: Finding) -> tuple[str, str]:
     return said, "Harmless for text; convert with these tensors kept in float32 to get it back"
 
 
+def _every(detail: Mapping[str, Any]) -> str:
+    """'in element 5 it is', but 'in row 3 every element is'"""
+    return "it is" if "elements" in detail else "every element is"
+
+
 def _init(detail: Mapping[str, Any], _first: Finding) -> tuple[str, str]:
     if detail["distribution"] == "constant":
-        said = f"every element is {detail['value']:g}, as an initialisation leaves it"
+        said = f"{_every(detail)} {detail['value']:g}, as an initialisation leaves it"
     else:
         said = f"it looks like a fresh initialisation (normal, standard deviation {detail['std']:g}) that never saw the reference's values"
     return said + _part(detail), "It was never loaded: look for the mapping that is missing. " + AGAIN
@@ -227,6 +252,6 @@ SENTENCES: dict[str, Callable[[Mapping[str, Any], Finding], tuple[str, str]]] = 
     "names-only": lambda detail, _: (
         f"the values are right under the name {detail['name']}, which a loader would drop", "Rename the tensors, or drop the flag that renames them"
     ),
-    "zero": lambda detail, _: (f"every element is zero{_part(detail)}", "Was it ever loaded? " + AGAIN),
-    "nan": lambda detail, _: (f"every element is NaN{_part(detail)}", "Was it ever loaded? " + AGAIN),
+    "zero": lambda detail, _: (f"{_every(detail)} zero{_part(detail)}", "Was it ever loaded? " + AGAIN),
+    "nan": lambda detail, _: (f"{_every(detail)} NaN{_part(detail)}", "Was it ever loaded? " + AGAIN),
 }  # fmt: skip

@@ -18,6 +18,8 @@ from bisect_tool.shards import Shard
 REFERENCE_CANDIDATE = ("reference", "candidate")
 # one rule that may reach several modules: a stage offset, an exchange, a flag
 ACROSS_MODULES = ("other-layer", "other-tensor", "config")
+# what of a relation's detail says where, and not what
+PLACE = ("experts", "wrong", "of", "rows", "columns", "taps", "elements", "counts", "nan", "infinite", "first", "values", "each")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +32,7 @@ class Relation:
     rule: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        detail = {name: number(value) if isinstance(value, float) else value for name, value in self.detail.items()}
-        return {"kind": self.kind, "detail": detail, "also": list(self.also)}
+        return {"kind": self.kind, "detail": _plain(self.detail), "also": list(self.also)}
 
     @property
     def key(self) -> str:
@@ -195,13 +196,42 @@ def _key(finding: Finding) -> tuple[Any, ...]:
     return (*base, site.module, relation.key)
 
 
+def joint(found: Sequence[Finding]) -> Relation | None:
+    """What was done to several tensors: one relation; where they differ in it, or in the rows it covers, `each` says it of each tensor."""
+    told = [(finding, finding.relation) for finding in found if finding.relation is not None]
+    if not told:
+        return None
+    first, relations = told[0][1], [relation for _, relation in told]
+    alike = len({relation.key for relation in relations}) == 1 or all(map(_without_rule, found))
+    common = [{name: value for name, value in relation.detail.items() if name not in PLACE} for relation in relations]
+    same_place = all(relation.detail == first.detail for relation in relations)
+    if alike and (same_place or any(one != common[0] for one in common)):
+        return first
+    each: list[dict[str, Any]] = []
+    for finding, relation in told:
+        before = relation.detail.get("each", [])
+        name = finding.tensors[1][0] if finding.tensors[1] else str(finding.site)
+        own = {"tensor": name, "kind": relation.kind, "detail": relation.detail}
+        each += before if before and all("tensor" in one for one in before) else [own]
+    return Relation(first.kind, common[0] | {"each": each}, first.also, first.rule) if alike else Relation("unknown", {"each": each})
+
+
 def _united(found: Sequence[Finding]) -> Finding:
-    """The first finding, with the tensors of every part of its own layer."""
+    """The first finding, with the tensors of every part of its own layer and what was done to them."""
     first = found[0]
     layer = [f for f in found if f.site.layer == first.site.layer]
     reference = tuple(dict.fromkeys(name for f in layer for name in f.tensors[0]))
     candidate = tuple(dict.fromkeys(name for f in layer for name in f.tensors[1]))
-    return replace(first, tensors=(reference, candidate))
+    return replace(first, tensors=(reference, candidate), relation=joint(found))
+
+
+def _plain(value: Any) -> Any:
+    """A detail for strict JSON, however deep its numbers lie."""
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return number(value) if isinstance(value, float) else value
 
 
 def number(value: float | None) -> float | str | None:

@@ -112,7 +112,7 @@ def order_of(mapped: Sequence[int], axis: int, ways: Sequence[int]) -> Change | 
     def apply(block: torch.Tensor) -> torch.Tensor:
         return block.index_select(axis, index)
 
-    word = "rows" if axis == 0 else "columns"
+    word = ("rows", "columns", "taps")[axis]
     control = f"in their own order {wrong} of {count} {word} differ"
     half = count // 2
     if list(mapped) == [*range(half, 2 * half), *range(half)]:

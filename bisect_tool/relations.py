@@ -9,12 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import torch
 from bisect_hooks.table import Made, Rule
 
-from bisect_tool.arithmetic import constant, constant_change, fresh, moved
+from bisect_tool.arithmetic import constant, constant_change, fresh, moved, of_one
 from bisect_tool.compare import Compared, bits, joined, same_bytes, same_tensor
+from bisect_tool.extent import MATRIX, VECTOR, differing, extent, of_experts, placed, said
 from bisect_tool.faults import Proof, Relation, without_layer
 from bisect_tool.index import Index
 from bisect_tool.orders import WAYS, Change, reordered
@@ -24,6 +27,8 @@ from bisect_tool.sides import Cast
 
 # a matrix with more bytes than this is not searched for a change inside it
 LARGEST = 4 << 30
+# with fewer numbers than this a rounding fits by chance; more blocks of rows than this are not told one by one
+FEW, BLOCKS = 16, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +66,10 @@ class Search:
             found = find(wrong)
             if found is not None:
                 return found
-        proof = Proof(
-            "put what the table makes of the reference in its place", None, 0.0, "no relation tried reproduces the candidate's bytes"
-        )
-        return Relation("unknown", where(wrong)), proof
+        each = self._by_rows(wrong)
+        tried = "no one relation" if each else "no relation tried"
+        proof = Proof("put what the table makes of the reference in its place", None, 0.0, f"{tried} reproduces the candidate's bytes")
+        return Relation("unknown", where(wrong) | ({"each": each} if each else {})), proof
 
     def _constant(self, wrong: Wrong) -> Found:
         value = constant(wrong.candidate, 0, wrong.rows)
@@ -157,27 +162,19 @@ class Search:
         change = reordered(want, got, self.ways)
         if change is not None:
             return _claimed(change)
-        rows = _differing(want, got)
-        if bool(rows.all()):
-            change = self._numbers(want, got)
-            return None if change is None else _claimed(change)
-        # part of the rows: a head, a block
-        change = self._numbers(want[rows], got[rows])
-        if change is None:
-            return None
-        ranges = joined((i, i + 1) for i in rows.nonzero().flatten().tolist())
-        return _claimed(change, {"rows": ranges[:16]})
+        found = self._narrow([lambda: (want, got)])
+        return None if found is None else _claimed(*found)
 
     def _inside_experts(self, wrong: Wrong) -> Found:
         unequal = wrong_experts(wrong)
         want, got = wrong.expected.rows(unequal[0], unequal[0] + 1)[0], wrong.candidate.rows(unequal[0], unequal[0] + 1)[0]
         change = reordered(want, got, self.ways) or self._numbers(want, got)
         if change is None:
-            return self._rows_of_experts(wrong, unequal)
+            return self._inside_each(wrong, unequal)
         if "axis" in change.detail:  # of the whole tensor, experts in front
             change = replace(change, detail=change.detail | {"axis": change.detail["axis"] + 1})
         count = wrong.candidate.shape[0]
-        some: dict[str, object] = {} if len(unequal) == count else {"experts": unequal[:64], "wrong": len(unequal), "of": count}
+        some = {} if len(unequal) == count else of_experts(unequal, count)
         if change.kind == "init" and "std" in change.detail:
             std = float(change.detail["std"])
             alike = all(fresh(wrong.expected.rows(e, e + 1)[0], wrong.candidate.rows(e, e + 1)[0], std) for e in unequal[1:])
@@ -188,20 +185,75 @@ class Search:
                 return None
         return _claimed(change, some)
 
-    def _rows_of_experts(self, wrong: Wrong, unequal: Sequence[int]) -> Found:
-        """The same change to some rows of each wrong expert."""
-        pairs = []
-        for e in unequal:
-            want, got = (side.rows(e, e + 1)[0] for side in (wrong.expected, wrong.candidate))
-            rows = _differing(want, got)
-            pairs.append((e, rows, want[rows], got[rows].contiguous()))
-        change = self._numbers(pairs[0][2], pairs[0][3])
-        if change is None or any(not same_bytes(change.apply(want).contiguous(), got) for _, _, want, got in pairs[1:]):
+    def _inside_each(self, wrong: Wrong, unequal: Sequence[int]) -> Found:
+        """The same change to some rows or columns of each wrong expert."""
+
+        def pair(e: int) -> Pair:
+            return wrong.expected.rows(e, e + 1)[0], wrong.candidate.rows(e, e + 1)[0]
+
+        found = self._narrow([partial(pair, e) for e in unequal])
+        if found is None:
             return None
-        some: dict[str, object] = {"experts": list(unequal[:64]), "wrong": len(unequal), "of": wrong.candidate.shape[0]}
-        if len(pairs) == 1:
-            some["rows"] = joined((i, i + 1) for i in pairs[0][1].nonzero().flatten().tolist())[:16]
-        return _claimed(change, some)
+        change, place = found
+        if "axis" in change.detail:  # of the whole tensor, experts in front
+            change = replace(change, detail=change.detail | {"axis": change.detail["axis"] + 1})
+        return _claimed(change, of_experts(unequal, wrong.candidate.shape[0]) | place)
+
+    def _narrow(self, pairs: Sequence[Callable[[], Pair]]) -> tuple[Change, dict[str, Any]] | None:
+        """One change to what differs of each pair: a head's rows, a column, some elements of a vector; and where, if that is one place."""
+        want, got = pairs[0]()
+        names = MATRIX if want.dim() > 1 else VECTOR
+        marks = differing(want, got)
+        last = min(want.dim(), len(names)) - 1
+        # of a vector the whole comes first: numbers that are alike on both sides are no place
+        ways = ((0,), (last,), (0, last)) if last else ((), (0,))
+        for axes in dict.fromkeys(tuple(axis for axis in way if not bool(marks[axis].all())) for way in ways):
+            change = self._within(_cut(want, marks, axes), _cut(got, marks, axes), axes)
+            if change is None:
+                continue
+            place = placed([marks[axis] for axis in axes], [names[axis] for axis in axes])
+            for other in pairs[1:]:
+                here, there = other()
+                own = differing(here, there)
+                if not same_bytes(change.apply(_cut(here, own, axes)).contiguous(), _cut(there, own, axes)):
+                    break
+                if placed([own[axis] for axis in axes], [names[axis] for axis in axes]) != place:
+                    place = {}
+            else:
+                return change, place
+        return None
+
+    def _within(self, want: torch.Tensor, got: torch.Tensor, axes: Sequence[int]) -> Change | None:
+        """What was done to a block that was cut out of a tensor along some axes."""
+        if axes == (0,) and want.dim() > 1:  # a channel's taps in another order; rows that moved would tell of the whole
+            change = reordered(want, got, ())
+            if change is not None and change.kind in ("permutation", "halves-swapped") and change.detail["axis"]:
+                return change
+        change = self._numbers(want, got)
+        if want.numel() == 1 and (change is None or change.kind not in ("zero", "nan")):
+            return of_one(want, got) if want.dim() == 1 else None
+        if change is None or not axes:
+            return change
+        by_chance = change.kind == "rounded" and want.numel() < FEW
+        infinite = change.kind == "init" and math.isinf(change.detail.get("value", 0.0))  # no initialisation: told as what it is
+        return None if by_chance or infinite else change
+
+    def _by_rows(self, wrong: Wrong) -> list[dict[str, Any]]:
+        """Blocks of rows that each have a relation of their own; none where some block has none."""
+        if len(wrong.expected.shape) != 2 or math.prod(wrong.expected.shape) * wrong.expected.dtype.itemsize > LARGEST:
+            return []
+        want, got = wrong.expected.rows(0, wrong.rows), wrong.candidate.rows(0, wrong.rows)
+        ranges = joined((i, i + 1) for i in differing(want, got)[0].nonzero().flatten().tolist())
+        if not 1 < len(ranges) <= BLOCKS:
+            return []
+        changes = [self._numbers(want[start:stop], got[start:stop].contiguous()) for start, stop in ranges]
+        if any(change is None for change in changes):
+            return []
+        return [
+            {"kind": change.kind, "detail": change.detail | {"rows": [[start, stop]]}}
+            for change, (start, stop) in zip(changes, ranges, strict=True)
+            if change is not None
+        ]
 
     def _before(self, wrong: Wrong) -> Found:
         """A rounding that was done before the table put the tensor together."""
@@ -225,13 +277,22 @@ class Search:
 
 
 Found = tuple[Relation, Proof] | None
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def _claimed(change: Change, more: dict[str, object] | None = None) -> tuple[Relation, Proof]:
+def _claimed(change: Change, more: dict[str, Any] | None = None) -> tuple[Relation, Proof]:
     detail = change.detail | (more or {})
     after = None if change.kind == "init" and "std" in change.detail else 0.0
     rule = f"{change.kind} {change.detail}"
-    return Relation(change.kind, detail, change.also, rule), Proof(change.experiment, None, after, change.control)
+    done, compared, how = change.experiment.partition(", compare")
+    return Relation(change.kind, detail, change.also, rule), Proof(f"{done}{said(more or {})}{compared}{how}", None, after, change.control)
+
+
+def _cut(block: torch.Tensor, marks: Sequence[torch.Tensor], axes: Sequence[int]) -> torch.Tensor:
+    """What is marked along some axes."""
+    for axis in axes:
+        block = block.index_select(axis, marks[axis].nonzero().flatten())
+    return block.contiguous()
 
 
 def wrong_experts(wrong: Wrong) -> list[int]:
@@ -243,13 +304,10 @@ def wrong_experts(wrong: Wrong) -> list[int]:
     return [e for e in ranged if not same_bytes(expected.rows(e, e + 1).contiguous(), candidate.rows(e, e + 1).contiguous())]
 
 
-def where(wrong: Wrong) -> dict[str, object]:
-    """What can be said of a difference that nothing explains: how much of the tensor it covers."""
-    count = sum(stop - start for start, stop in wrong.compared.unequal)
-    if wrong.made.cut.expert and len(wrong.candidate.shape) == 3:
-        unequal = wrong_experts(wrong)
-        return {"experts": unequal[:64], "wrong": len(unequal), "of": wrong.rows}
-    return {} if count == wrong.rows else {"rows": wrong.compared.unequal[:16]}
+def where(wrong: Wrong) -> dict[str, Any]:
+    """What can be said of a difference that nothing explains: which part of the tensor it covers."""
+    stacked = wrong.made.cut.expert and len(wrong.candidate.shape) == 3
+    return extent(wrong.expected, wrong.candidate, wrong.compared.unequal, stacked=stacked)
 
 
 def map_of(mapped: Sequence[int]) -> tuple[str | None, int | None]:
@@ -272,8 +330,3 @@ def formula(mapped: Sequence[int]) -> str | None:
             if all(f == e // n * stride + e % n for e, f in enumerate(mapped)):
                 return f"(e div {n}) * {stride} + e mod {n}"
     return None
-
-
-def _differing(want: torch.Tensor, got: torch.Tensor) -> torch.Tensor:
-    """Rows whose bytes differ; of a vector all, because one value explains nothing."""
-    return (bits(want) != bits(got)).flatten(1).any(1) if want.dim() > 1 else torch.ones(len(want), dtype=torch.bool)

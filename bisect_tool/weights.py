@@ -305,13 +305,17 @@ class Stage:
             )
 
     def _structured(self, wrong: Sequence[Compared]) -> bool:
-        """Whether a relation explains most of what looks like training: a rounding of everything is no training."""
+        """Whether a relation explains most of what looks like training: a rounding of everything is no training.
+
+        Some elements of a vector tell nothing: a small step moves few of a norm's, all by the same unit in the last place.
+        """
         kinds = {
             self.auditor.row_of[one.name][0].site.module + str(self.auditor.row_of[one.name][0].site.part): one for one in reversed(wrong)
         }
         some = list(kinds.values())[:KINDS]
         found = self.crew.answers(f"{self.between} explain", [(one.name, one.to_json()) for one in some])
-        told = sum(answer["relation"]["kind"] != "unknown" for answer in found.values())
+        relations = [answer["relation"] for answer in found.values()]
+        told = sum(one["kind"] != "unknown" and "elements" not in one["detail"] for one in relations)
         return bool(told * 2 > len(some))
 
     def _trained(self, wrong: Sequence[Compared], compared: Sequence[Compared], training: trained.Training, audit: Audit) -> None:

@@ -14,7 +14,7 @@ from bisect_hooks.site import parse_site
 from bisect_hooks.table import Cut
 
 from bisect_tool.explain import explanation
-from bisect_tool.faults import Fault, Finding, Proof, Relation, group, number, span, without_layer
+from bisect_tool.faults import Fault, Finding, Proof, Relation, group, joint, number, span, without_layer
 from bisect_tool.judge import EXACT
 from bisect_tool.measure import measure
 from bisect_tool.shards import Shard, pieces_of, shard_of
@@ -115,6 +115,71 @@ def test_an_exchange_is_told_as_one_and_a_copy_is_not() -> None:
     assert "each holds what belongs in another of them" in told(dict(zip(norms, norms[::-1], strict=True)))
     assert "it holds what belongs in candidate layers.0.pre_mlp_norm" in told({norms[0]: norms[1]})
     assert "it holds what belongs in candidate final_norm" in told(dict.fromkeys(norms, "final_norm"))
+
+
+def told(*findings: Finding) -> tuple[str, str]:
+    """What is said of findings of one fault, and what to do."""
+    (fault,) = group(findings, modules_of)
+    text, do = explanation(fault)
+    return text.partition("): ")[2], do
+
+
+def in_rows(start: int, stop: int) -> Relation:
+    return Relation("scale", {"value": 1.25, "rows": [[start, stop]]}, rule="scale 1.25")
+
+
+def test_tensors_changed_by_one_rule_in_other_rows_are_told_one_by_one() -> None:
+    wrong = [finding("layers.0.experts.fc1", in_rows(130, 131)), finding("layers.0.experts.fc2", in_rows(2, 4))]
+    (page,) = grouped(*wrong)
+    each = [
+        {"tensor": "candidate layers.0.experts.fc1", "kind": "scale", "detail": {"value": 1.25, "rows": [[130, 131]]}},
+        {"tensor": "candidate layers.0.experts.fc2", "kind": "scale", "detail": {"value": 1.25, "rows": [[2, 4]]}},
+    ]
+    assert page["relation"] == {"kind": "scale", "detail": {"value": 1.25, "each": each}, "also": []}
+    assert told(*wrong)[0] == "fc1: it is the reference's times 1.25 in row 130; fc2: it is the reference's times 1.25 in rows 2 to 3."
+    text, _ = told(finding("layers.0.experts.fc1", in_rows(7, 8)), finding("layers.3.experts.fc1", in_rows(9, 10)))
+    assert text.startswith("candidate layers.0.experts.fc1: it is the reference's times 1.25 in row 7; candidate layers.3.experts.fc1: ")
+
+
+def test_one_site_whose_tensors_have_other_relations_says_what_was_done_to_each() -> None:
+    zero = Relation("zero", {"rows": [[130, 131]]}, rule="zero {}")
+    relation = joint([finding("layers.0.experts.fc1", zero), finding("layers.0.experts.fc2", in_rows(2, 3))])
+    assert relation is not None
+    assert (relation.kind, relation.rule) == ("unknown", "")
+    text, _ = told(finding("layers.0.experts.fc1", relation))
+    assert text == "fc1: every element is zero in row 130; fc2: it is the reference's times 1.25 in row 2."
+    assert joint([finding("layers.0.experts.fc1", zero), finding("layers.0.experts.fc2", zero)]) == zero
+    assert joint([finding("layers.0.experts.fc1")]) is None
+
+
+@pytest.mark.parametrize(
+    ("site", "axis", "advised"),
+    [("attention.qkv", 0, True), ("attention_gate", 0, True), ("attention.out_proj", 1, False), ("attention.q_norm", 0, False)],
+)
+def test_how_attention_is_packed_is_said_only_where_it_is(site: str, axis: int, advised: bool) -> None:
+    order = Relation("permutation", {"axis": axis, "unit": 1, "map": [1, 0, 2, 3]})
+    text, do = told(finding(f"layers.3.{site}", order))
+    assert text == f"its {'columns' if axis else 'rows'} 0 and 1 have changed places."
+    assert ("Megatron packs" in do) == advised
+
+
+def test_an_order_says_which_rows_of_which_experts_are_in_it() -> None:
+    order = {"axis": 1, "unit": 1, "map": [*range(40)[::-1], *range(40, 80)], "experts": [13], "wrong": 1, "of": 16}
+    text, _ = told(finding("layers.5.experts.fc1", Relation("permutation", order)))
+    assert text == "its rows 0 to 39 are the reference's in reverse order in 1 of 16 experts (13)."
+
+
+@pytest.mark.parametrize(
+    ("layers", "do"),
+    [
+        ((1,), "Look at how layers are numbered in the mapping."),
+        ((1, 6), "Look at how layers are numbered in the mapping."),
+        ((4, 5, 6, 7), "Look at the layer offset of the pipeline stages."),
+    ],
+)
+def test_a_stage_is_told_from_single_layers_that_hold_another(layers: tuple[int, ...], do: str) -> None:
+    offset = Relation("other-layer", {"offset": -4})
+    assert told(*(finding(f"layers.{n}.{module}", offset) for n in layers for module in MODULES))[1] == do
 
 
 def test_faults_come_in_compute_order_and_not_by_size() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from bisect_hooks.site import Site
 from bisect_hooks.table import Cut, Made, Rule
 
 from bisect_tool.compare import compare, same_bytes
+from bisect_tool.extent import said
 from bisect_tool.faults import Proof, Relation
 from bisect_tool.index import Index
 from bisect_tool.orders import even_cut
@@ -146,6 +148,105 @@ def test_one_flipped_bit_makes_it_unknown(planted: str, element: int) -> None:
     else:
         candidate.view(torch.int16).view(-1)[element] ^= 1
     assert related(name, candidate, made)[0].kind in ("unknown", "nan" if planted != "nan" else "")
+
+
+def changed(name: str, at: Any, change: Callable[[torch.Tensor], torch.Tensor | float]) -> tuple[str, torch.Tensor]:
+    """A tensor of the reference with a change inside it."""
+    candidate = model()[name].clone()
+    candidate[at] = change(candidate[at])
+    return name, candidate
+
+
+ALL = slice(None)
+NARROW: dict[str, tuple[tuple[str, torch.Tensor], Relation]] = {
+    "element of a norm": (changed(NORM.format(1), 5, lambda t: t * 1.02), Relation("scale", {"value": 1.02, "elements": [[5, 6]]})),
+    "element of a norm, NaN": (changed(NORM.format(1), 5, lambda _: torch.nan), Relation("nan", {"elements": [[5, 6]]})),
+    "elements of a vector": (
+        changed(BIAS.format(1), slice(2, 6), lambda t: t * 3),
+        Relation("scale", {"value": 3.0, "elements": [[2, 6]]}),
+    ),
+    "columns": (changed(PROJ.format(1), (ALL, slice(4, 6)), lambda _: 0.0), Relation("zero", {"columns": [[4, 6]]})),
+    "rows and columns": (
+        changed(PROJ.format(1), (slice(1, 7), slice(4, 9)), lambda t: t * 3),
+        Relation("scale", {"value": 3.0, "rows": [[1, 7]], "columns": [[4, 9]]}),
+    ),
+    "taps": (changed(CONV.format(1), (ALL, ALL, slice(3)), lambda t: t * 2), Relation("scale", {"value": 2.0, "taps": [[0, 3]]})),
+    "a channel's taps reversed": (
+        changed(CONV.format(1), 7, lambda t: t.flip(-1)),
+        Relation("permutation", {"axis": 2, "unit": 1, "map": [3, 2, 1, 0], "rows": [[7, 8]]}),
+    ),
+    "column of an expert": (
+        changed(FC1.format(1), (2, ALL, 3), lambda _: 0.0),
+        Relation("zero", {"experts": [2], "wrong": 1, "of": EXPERTS, "columns": [[3, 4]]}),
+    ),
+    "row of two experts": (
+        changed(FC1.format(1), ([2, 9], 3), lambda t: t * 3),
+        Relation("scale", {"value": 3.0, "experts": [2, 9], "wrong": 2, "of": EXPERTS, "rows": [[3, 4]]}),
+    ),
+    "element of an expert, NaN": (
+        changed(FC1.format(1), (9, 3, 1), lambda _: torch.nan),
+        Relation("nan", {"experts": [9], "wrong": 1, "of": EXPERTS, "rows": [[3, 4]], "columns": [[1, 2]]}),
+    ),
+}
+
+
+@pytest.mark.parametrize("narrow", NARROW)
+def test_a_change_inside_a_tensor_is_claimed_with_its_place(narrow: str) -> None:
+    (name, candidate), expected = NARROW[narrow]
+    made = model()
+    relation, proof = related(name, candidate, made)
+    assert (relation.kind, relation.detail) == (expected.kind, expected.detail)
+    assert said(expected.detail) in proof.experiment
+    candidate.view(torch.int16).view(-1)[-1] ^= 1
+    assert related(name, candidate, made)[0].kind == "unknown"
+
+
+def test_of_one_number_the_shorter_explanation_is_chosen_and_the_other_listed() -> None:
+    made = model()
+    made[NORM.format(1)] = torch.full((ROWS,), 0.7)
+
+    def of(value: float) -> Relation:
+        candidate = made[NORM.format(1)].clone()
+        candidate[5] = value
+        return related(NORM.format(1), candidate, made)[0]
+
+    place = {"elements": [[5, 6]]}
+    assert (of(1.05).kind, of(1.05).detail) == ("scale", {"value": 1.5, **place})
+    assert of(1.05).also == ({"kind": "offset", "detail": {"value": 0.35}},)
+    assert (of(0.7 + 0.3).kind, of(0.7 + 0.3).detail) == ("offset", {"value": 0.3, **place})
+    told = of(0.6174)  # by its numbers: anything would fit
+    assert (told.kind, told.detail["elements"], told.detail["counts"]) == ("unknown", [[5, 6]], {"elements": [1, ROWS]})
+    assert told.detail["values"] == pytest.approx([0.7, 0.6174])
+
+
+def test_what_nothing_explains_is_told_by_where_it_is() -> None:
+    made = model()
+    candidate = made[PROJ.format(1)].clone()
+    candidate.view(torch.int16)[3, 5] ^= 77
+    place = {"rows": [[3, 4]], "columns": [[5, 6]], "counts": {"rows": [1, ROWS], "columns": [1, ROWS]}}
+    values = [float(made[PROJ.format(1)][3, 5]), float(candidate[3, 5])]
+    assert related(PROJ.format(1), candidate, made)[0] == Relation("unknown", place | {"values": values})
+    candidate[3, 5], candidate[7, 6] = torch.nan, torch.inf
+    place = {"rows": [[3, 4], [7, 8]], "columns": [[5, 7]], "counts": {"rows": [2, ROWS], "columns": [2, ROWS]}}
+    assert related(PROJ.format(1), candidate, made)[0] == Relation("unknown", place | {"nan": 1, "infinite": 1, "first": [3, 5]})
+    _, candidate = changed(FC1.format(1), ([2, 9], 3, 1), lambda t: t * 3 + 1)
+    place = {"rows": [[3, 4]], "columns": [[1, 2]], "counts": {"rows": [1, 6], "columns": [1, 4]}}
+    assert related(FC1.format(1), candidate, made)[0] == Relation("unknown", place | {"experts": [2, 9], "wrong": 2, "of": EXPERTS})
+
+
+def test_blocks_of_rows_with_a_relation_each_are_told_one_by_one() -> None:
+    made = model()
+    candidate = made[QKV.format(1)].clone()
+    candidate[1:4] *= 1.25
+    candidate[7:9] = 0
+    relation, _ = related(QKV.format(1), candidate, made)
+    assert (relation.kind, relation.rule) == ("unknown", "")
+    assert relation.detail["each"] == [
+        {"kind": "scale", "detail": {"value": 1.25, "rows": [[1, 4]]}},
+        {"kind": "zero", "detail": {"rows": [[7, 9]]}},
+    ]
+    candidate.view(torch.int16)[8, 2] ^= 1
+    assert "each" not in related(QKV.format(1), candidate, made)[0].detail
 
 
 def test_one_element_that_is_not_zero_is_enough() -> None:

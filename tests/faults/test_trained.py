@@ -142,6 +142,22 @@ def test_training_is_no_fault_and_can_not_be_compared(layout: str, written: str,
     check_trained(audit(tmp_path / "report", "--candidate", after_the_step(workshop, layout, written)))
 
 
+def one_element_moved(work: Work) -> None:
+    """Each vector is what it was before the step, but for one element, as are the MLPs: most kinds that moved are vectors."""
+    for name, tensor in made_of(reference(), "native").items():
+        if tensor.dim() == 1:
+            put(work, name, torch.cat([tensor[:1] + 0.25, tensor[1:]]))
+        elif name.endswith((SHARED1, SHARED2, FC2)):
+            put(work, name, tensor)
+
+
+def test_one_element_of_each_vector_is_no_structure_of_a_trained_checkpoint(workshop: Workshop, tmp_path: Path) -> None:
+    faulty = edited(after_the_step(workshop, "native", "one"), tmp_path / "moved", one_element_moved)
+    found = audit(tmp_path / "report", "--candidate", faulty)
+    assert (found.code, found.faults) == (125, [])
+    assert any("looks trained" in note for note in found.stage["notes"])
+
+
 ON_TOP: dict[str, tuple[str, str, Edit, dict[str, Any]]] = {
     "E01": ("slime", "ep4", E01, found_on_top(EVERY, "experts", BOTH, "duplicate", duplicate("e mod 4", 4, 12), shard={"ep": [1, 2, 3]})),
     "A03": (
