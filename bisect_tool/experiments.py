@@ -182,7 +182,7 @@ class Lab:
         auditor = replace(self.auditor, parallel=parallel)
         for one in unequal:
             compared = auditor.compare(one.made)
-            if compared is None:  # of another shape
+            if compared is None or not compared.places:  # of another shape, or wrong by a rounding that is everywhere
                 return finding.shard
             places |= set(compared.places)
         return shard_of(finding.site, parallel, "run", self.bench.dims.layers, places)
@@ -310,12 +310,13 @@ class Lab:
         graft, cured = self._graft_proof(findings)
         for site, finding in findings.items():
             found = replace(finding, cls="model-definition", proof=graft[site])
-            after = Site("output", site.layer)
             if site.module == "output":
                 found = replace(found, proof=self._formula_proof(site) or graft[site], evidence=SUM_AFTER)
-            elif site.module == "pre_mlp_norm" and not self._agrees(cured, after) and _stays(graft[site]):
-                found = replace(found, proof=self._formula_proof(site) or graft[site], evidence=SUM_BEFORE)
-                self.absorbed.add(after)
+            elif site.module == "pre_mlp_norm" and _stays(graft[site]):
+                after = Site("output", site.layer)
+                if not self._agrees(cured, after):
+                    found = replace(found, proof=self._formula_proof(site) or graft[site], evidence=SUM_BEFORE)
+                    self.absorbed.add(after)
             decided[site] = found
         return decided
 

@@ -100,6 +100,12 @@ def test_a_spoiled_recording_is_doubted_before_the_reference_is(workshop: Worksh
     assert page["first"]["next"].startswith("Record the reference again")
 
 
+def test_what_lies_outside_the_layers_is_placed_there(workshop: Workshop, tmp_path: Path) -> None:
+    lines = ("model.embedding.word_embeddings.weight.mul_(1.02)", "model.decoder.final_layernorm.weight[5].add_(0.01)")
+    page = judged(workshop.good("slime", "one"), tmp_path, "one", *lines, more=QUICK)
+    assert found(page) == [made([], "embedding"), made([], "final_norm")]
+
+
 def test_a_fault_in_bf16_is_not_called_normal(workshop: Workshop, tmp_path: Path) -> None:
     line = "layers[2].pre_mlp_layernorm.weight[40].add_(0.5)"
     page = judged(workshop.good("slime", "one"), tmp_path, "one", line, more=(*QUICK, "--dtype", "bf16"))
