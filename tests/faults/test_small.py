@@ -17,7 +17,7 @@ from workshop import REFERENCE, Workshop, judge, verdict_of
 from bisect_tool.__main__ import run
 from bisect_tool.conversion import convert
 
-pytestmark = [pytest.mark.ranks, pytest.mark.wide]
+pytestmark = pytest.mark.ranks
 LOUD = 17
 
 # one line each, run in the built candidate's memory: the files are right, so the class is the definition's
