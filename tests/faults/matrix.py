@@ -14,7 +14,7 @@ from bisect_hooks.parallel import Parallel
 from cases import BF16, EVERY, FORWARD, FULL, LAYER_SLIME, LINEAR, Case, Verdict, fault
 from workshop import LAYOUTS
 
-LAYERS, EXPERTS, KV_GROUPS = 8, 16, 2
+LAYERS, EXPERTS, KV_GROUPS, HEADS_OF_GROUP = 8, 16, 2, 4
 UNDERS = ("one", "tp2sp", "tp4", "pp2", "pp3+5", "vpp2", "ep2", "ep4", "tp2ep2", "etp2", "tp2pp2")
 DTYPES = ("fp32", "bf16")
 
@@ -79,10 +79,12 @@ def norms(gated: Callable[[Place], bool]) -> Verdicts:
 
 
 def regrouped(at: Place) -> Verdict:
-    """Of TP ranks that share a KV group, the last one's rows are the same in both orders: its gate, k and v."""
-    right, wrong = (["q0", "q1", "g0", "g1", "k", "v"], ["q0", "g0", "q1", "g1", "k", "v"])
-    rows = len(right) * KV_GROUPS // at.run.tp
-    ranks = [rank for rank in range(at.run.tp) if any(right[i % 6] != wrong[i % 6] for i in range(rank * rows, (rank + 1) * rows))]
+    """Ranks whose rows of linear_qkv are others in the two orders: every q before every gate, or each q with its gate."""
+    queries, gates = ([f"{part}{head}" for head in range(HEADS_OF_GROUP)] for part in "qg")
+    right, wrong = [*queries, *gates, "k", "v"], [*(one for pair in zip(queries, gates, strict=True) for one in pair), "k", "v"]
+    blocks = len(right) * KV_GROUPS // at.run.tp
+    own = [range(rank * blocks, (rank + 1) * blocks) for rank in range(at.run.tp)]
+    ranks = [rank for rank in range(at.run.tp) if any(right[i % len(right)] != wrong[i % len(right)] for i in own[rank])]
     shard = at.dense(FULL) | ({"tp": ranks} if at.run.tp > 1 else {})
     return fault("conversion", FULL, "attention", ["qkv"], "permutation", "run", None, **shard)
 
