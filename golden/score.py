@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, fields, replace
 from io import StringIO
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -143,19 +142,23 @@ COVERING = {"tp2sp": ("fp32", "bf16"), "pp2": ("fp32",), "ep4": ("fp32", "bf16")
 
 
 def score_catalogue(layout: str, unders: tuple[str, ...] = tuple(COVERING)) -> list[Score]:
-    """A covering set of the drill's cells: every fault under every one of `unders`; of those, what is in one checkpoint layout."""
+    """A covering set of the drill's cells: every fault under every one of `unders`, in this checkpoint layout or, at its turn, the other."""
     from matrix import cells
     from workshop import Workshop
 
-    scores, turns = [], cycle(("slime", "native"))
-    turn: dict[tuple[str, str], str] = {}
+    shown = [
+        (made, at)
+        for made, at, absent in cells()
+        if at.under in unders and at.dtype in COVERING[at.under] and not absent and not made.unseen(at)
+    ]
+    can: dict[tuple[str, str], list[str]] = {}
+    for made, at in shown:
+        where = can.setdefault((made.plant, at.under), [])
+        where += [] if at.layout in where else [at.layout]
+    turn = {pair: where[number % len(where)] for number, (pair, where) in enumerate(can.items())}
     with tempfile.TemporaryDirectory() as name:
         workshop = Workshop(Path(name))
-        for made, at, absent in cells():
-            chosen = at.under in unders and at.dtype in COVERING[at.under] and not absent and not made.unseen(at)
-            if chosen and turn.setdefault((made.plant, at.under), next(turns)) == at.layout == layout:
-                scores.append(_judged(made, at, workshop, Path(name)))
-    return scores
+        return [_judged(made, at, workshop, Path(name)) for made, at in shown if turn[made.plant, at.under] == at.layout == layout]
 
 
 def _judged(made: Any, at: Any, workshop: Any, folder: Path) -> Score:
