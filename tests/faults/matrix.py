@@ -78,6 +78,14 @@ def norms(gated: Callable[[Place], bool]) -> Verdicts:
     return verdict
 
 
+def epsilon(at: Place) -> Verdict:
+    """1e-5 instead of 1e-6: in bf16 only the gated norms of linear attention, and the first norm, are small enough to show it."""
+    if at.dtype == "fp32":
+        return norms(lambda _: True)(at)
+    modules = ["input_norm", "linear_attention"]
+    return fault("model-definition", LINEAR, "input_norm", ["gated_norm"], "config", "run", modules, **at.dense(LINEAR))
+
+
 def regrouped(at: Place) -> Verdict:
     """Ranks whose rows of linear_qkv are others in the two orders: every q before every gate, or each q with its gate."""
     queries, gates = ([f"{part}{head}" for head in range(HEADS_OF_GROUP)] for part in "qg")
@@ -143,7 +151,7 @@ FAULTS = (
     Cells("P03", config(FULL, "attention", "rope")),
     # the slime layout's gated norm is Hugging Face's, and has no zero-centred gamma to mistake
     Cells("N03", norms(lambda at: at.layout == "native")),
-    Cells("N04", norms(lambda _: True), unseen=in_fp32("an epsilon of 1e-5 instead of 1e-6 moves a norm by less than bf16 rounds")),
+    Cells("N04", epsilon),
     Cells("L01", second_stage("conversion", "other-layer"), "pp2"),
     Cells(
         "L01-run", second_stage("parallel", None), "pp2",
