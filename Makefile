@@ -35,7 +35,7 @@ unit: install  ## tests that start no ranks
 wide: install  ## what `make test` leaves out, but for the drill: more faults in more families and layouts
 	$(BIN)/python -m pytest -m wide -n 2 --dist loadgroup --ignore tests/faults/test_matrix.py
 
-drill: install  ## every fault x parallel layout x checkpoint layout x dtype, the whole verdict of each: docs/drill.md (650 cells of about 19 CPU seconds)
+drill: install  ## every fault x parallel layout x checkpoint layout x dtype, the whole verdict of each: docs/drill.md (650 cells, 40 minutes)
 	$(BIN)/python -m pytest -m wide -n 2 --dist loadgroup --drill-table docs/drill.md tests/faults/test_matrix.py
 
 versions: install  ## other transformers and megatron-core, each in a venv under .versions/: docs/versions.md (needs python3.12; 4 GB, half an hour)
