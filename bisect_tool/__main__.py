@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import sys
+import threading
 import traceback
 from pathlib import Path
+from typing import Any
 
 import click
 from bisect_hooks.errors import BisectError
@@ -50,8 +53,19 @@ def run(arguments: list[str] | None = None) -> int:
         return 70
 
 
+def interrupt_again(ignored: Any) -> None:
+    """An interrupt that comes while an object is being deleted is ignored by Python, and the run goes on: it comes again a moment later."""
+    if ignored.exc_type is not KeyboardInterrupt:
+        sys.__unraisablehook__(ignored)
+        return
+    timer = threading.Timer(0.05, _thread.interrupt_main)
+    timer.daemon = True
+    timer.start()
+
+
 def main() -> None:
     """Console script."""
+    sys.unraisablehook = interrupt_again
     code = run()
     _stop_ranks()
     if code == 130:

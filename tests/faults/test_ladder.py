@@ -232,6 +232,28 @@ def test_an_interrupted_run_exits_130_and_leaves_no_rank_behind(tmp_path: Path) 
     assert not (tmp_path / "out" / "report.json").exists()
 
 
+LOST = """
+import sys, time
+from bisect_tool.__main__ import interrupt_again
+sys.unraisablehook = interrupt_again
+class Deleted:
+    def __del__(self):
+        raise KeyboardInterrupt
+try:
+    Deleted()
+    time.sleep(10)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_an_interrupt_that_python_ignores_comes_again() -> None:
+    """As one did while a regular expression was being deleted: the run went on and ended with 0."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "hooks")])}
+    done = subprocess.run([sys.executable, "-c", LOST], env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "interrupted\n"
+
+
 def test_a_reference_of_which_a_weight_is_no_number_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = with_weight(
         tmp_path / "other", "model.language_model.layers.2.linear_attn.in_proj_z.weight", lambda weight: weight[50, 20].fill_(torch.nan)
