@@ -117,12 +117,32 @@ def worker(pid: int) -> psutil.Process | None:
     return next((child for child in psutil.Process(pid).children() if "spawn_main" in " ".join(child.cmdline())), None)
 
 
-def idle(process: psutil.Process | None) -> bool:
-    """Whether a process has done something, and then nothing for a while."""
-    assert process is not None
-    before = sum(process.cpu_times()[:2])
+def spent(process: psutil.Process) -> float:
+    """Seconds of a processor."""
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def idle(process: psutil.Process) -> bool:
+    """Whether a process does nothing for a while."""
+    before = spent(process)
     time.sleep(0.3)
-    return bool(before > 0.5 and sum(process.cpu_times()[:2]) == before)
+    return spent(process) == before
+
+
+def held(audit: psutil.Process) -> bool:
+    """Stops an audit until its worker waits for work; whether it does. If not, the audit goes on.
+
+    A worker that came to rest before it had imported anything waits for what the audit was sending when it was stopped.
+    """
+    audit.suspend()
+    other = worker(audit.pid)
+    assert other is not None
+    until(lambda: idle(other))
+    if spent(other) < 0.5:
+        audit.resume()
+        return False
+    return True
 
 
 def killed(pair: Pair, out: Path, jobs: int, size: int) -> list[str]:
@@ -133,9 +153,8 @@ def killed(pair: Pair, out: Path, jobs: int, size: int) -> list[str]:
         until(file.exists)
         if jobs > 1:  # held until the other process waits for work, so that both are at it when the end comes
             until(lambda: worker(process.pid))
-            process.send_signal(signal.SIGSTOP)
-            until(lambda: idle(worker(process.pid)))
-            process.send_signal(signal.SIGCONT)
+            until(lambda: held(psutil.Process(process.pid)))
+            psutil.Process(process.pid).resume()
         children = psutil.Process(process.pid).children(recursive=True)
         until(lambda: file.stat().st_size >= size)
     finally:
