@@ -105,7 +105,7 @@ def measured(
             raise_to(floor, once, grafted=True)
     floor |= dict.fromkeys((key for key in probes if ":" not in key), least)
     chosen = {key: least for key in said if key.endswith(".router.probs")}
-    ruled: dict[str, list[torch.Tensor]] = {key: [] for key in chosen}
+    moved: dict[str, list[torch.Tensor]] = {}  # what is not in `deltas`: probabilities by the rule, experts that are probed
     for seed in seeds:
         with reference.half_an_ulp_off(seed) as nudge:
             raise_to(floor, partial(_nudged, reference, nudge), grafted=True)
@@ -115,13 +115,14 @@ def measured(
                 for key, again in ((f"layers.{layer}.experts.fc1", first), (f"layers.{layer}.experts.fc2", second)):
                     # each expert is judged by itself, so the floor is the worst expert's
                     floor[key] = max(floor[key], *(measure(a, b).relative_rms for a, b in zip(probes[key], again, strict=True)))
+                    moved.setdefault(key, []).append((again.float() - probes[key].float()).bfloat16().flatten(0, 1))
             for key in chosen:
-                level, moved = _rule_noise(reference, key, said, nudge)
+                level, ruled = _rule_noise(reference, key, said, nudge)
                 chosen[key] = max(chosen[key], level)
-                ruled[key] += moved
+                moved.setdefault(key, []).extend(ruled)
     floor |= chosen  # whatever was heard of them behind logits that moved otherwise
-    noises = {key: estimate(said[key], ruled.get(key) or [one[key] for one in deltas], least) for key in deltas[0]}
-    return floor, free, noises
+    noises = {key: estimate(said[key], moved.pop(key) if key in moved else [one[key] for one in deltas], least) for key in deltas[0]}
+    return floor, free, noises | {key: estimate(probes[key].flatten(0, 1), of, least) for key, of in moved.items()}
 
 
 def _kept(key: str, before: Mapping[str, torch.Tensor], again: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -173,14 +173,17 @@ class Bench:
                 tolerance,
                 f"experts are {tuple(candidate.shape)}, the reference's {tuple(reference.shape)}",
             )
-        each = [measure(one, other) for one, other in zip(reference, candidate, strict=True)]
-        verdicts = [judge(difference, tolerance) for difference in each]
+        tokens = torch.arange(reference.shape[1])
+        each = [
+            judged(key, one, other, measure(one, other), tolerance.of_rows(tokens + e * len(tokens)), only="scale")
+            for e, (one, other) in enumerate(zip(reference, candidate, strict=True))
+        ]
+        verdicts = [one.verdict for one in each]
         result.experts[key] = [e for e, verdict in enumerate(verdicts) if verdict is Verdict.DIFFERS]
-        whole = measure(reference, candidate)
-        worst = max(range(len(each)), key=lambda e: (verdicts[e] is Verdict.DIFFERS, each[e].relative_rms))
-        shown = whole if result.experts[key] else each[worst]
-        verdict = Verdict.DIFFERS if result.experts[key] else Verdict.INCOMPARABLE if Verdict.INCOMPARABLE in verdicts else Verdict.AGREES
-        return Judged(key, verdict, shown, tolerance)
+        worst = max(each, key=lambda one: (one.verdict is Verdict.DIFFERS, one.ratio))
+        if result.experts[key]:
+            return replace(worst, difference=measure(reference, candidate))
+        return worst if Verdict.INCOMPARABLE not in verdicts else replace(worst, verdict=Verdict.INCOMPARABLE)
 
     def locate(self, on_pass: Callable[[int, Located], None] = lambda *_: None) -> Located:
         """Repeats grafted runs, curing what is found, until every difference is explained."""
@@ -259,10 +262,14 @@ class Bench:
         return wrong or every
 
 
-def judged(key: str, reference: torch.Tensor, candidate: torch.Tensor, difference: Difference, tolerance: Tolerance) -> Judged:
-    """Four statistics, each with its own allowance: all of it, the worst row, the worst column, the scale."""
+def judged(
+    key: str, reference: torch.Tensor, candidate: torch.Tensor, difference: Difference, tolerance: Tolerance, only: str = ""
+) -> Judged:
+    """Four statistics, each with its own allowance: all of it, the worst row, the worst column, the scale (or `only` one of these)."""
     verdict = judge(difference, tolerance)
-    extremes = weigh(reference, candidate, tolerance.noise) if tolerance.noise and not difference.nonfinite and not difference.both else ()
+    extremes: tuple[Extreme, ...] = ()
+    if tolerance.noise and not difference.nonfinite and not difference.both:
+        extremes = tuple(one for one in weigh(reference, candidate, tolerance.noise) if only in ("", one.kind))
     if any(not one.size <= one.allowed for one in extremes):
         verdict = Verdict.DIFFERS
     return Judged(key, verdict, difference, tolerance, extremes=extremes)

@@ -7,7 +7,9 @@ worst that a re-evaluation of the same shape has, so that it counts how many row
 
 A difference that goes with the value itself, as when a whole tensor is scaled, hides below noise that does not: so z is projected
 on the reference.  Of independent noise the projection is 1 in size.  Noise of weights is the same for every token, and that of an
-expert's rounded weight for every channel: then it is up to the root of their number, and that is the least allowance, times MARGIN.
+expert's rounded weight for every channel, and then it is more: how much is seen in the projections of single channels and single
+tokens, added up as if they were independent.  One re-evaluation has many of those, and only one projection of the whole.  A factor
+of less than half a unit in the last place is what rounding one constant makes, and is always allowed.
 
 MARGIN covers what the candidate adds of its own (another order of sums, and in bf16 other places where it rounds): it is the next
 power of two above what the furthest of the clean runs in golden/calibration.json went to, and a test holds it to that.
@@ -32,17 +34,19 @@ NEAR = 8
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """rows [t], columns [f]  whose product is the scale of the noise · row, column, scale  the largest statistic of a re-evaluation."""
+    """rows [t], columns [f]  whose product is the scale of the noise · row, column, scale  the largest statistic of a re-evaluation
+    · constant  the factor on everything that rounding one constant makes, which is always allowed."""
 
     rows: torch.Tensor
     columns: torch.Tensor
     row: float
     column: float
     scale: float
+    constant: float
 
     @property
-    def worst(self) -> tuple[float, float, float]:
-        return self.row, self.column, self.scale
+    def worst(self) -> tuple[float, float, float, float]:
+        return self.row, self.column, self.scale, self.constant
 
     def at_least(self, other: Noise) -> Noise:
         """The larger of two noises of one site, in everything."""
@@ -107,7 +111,7 @@ def estimate(said: torch.Tensor, deltas: Sequence[torch.Tensor], least: float) -
             if bool(ok.any()):
                 row = max(row, float(square.add(one[ok] / scales[-1][ok, None], value[ok]).max()))
     column = max([1.0, *(float(one.rms.max()) for one in squares if one.count)])
-    return Noise(torch.cat(scales).float(), columns.float(), row, column, max([1.0, *(one.scale for one in squares)]))
+    return Noise(torch.cat(scales).float(), columns.float(), row, column, max([1.0, *(one.shared for one in squares)]), least)
 
 
 def weigh(reference: torch.Tensor, candidate: torch.Tensor, noise: Noise) -> tuple[Extreme, Extreme, Extreme]:
@@ -120,7 +124,7 @@ def weigh(reference: torch.Tensor, candidate: torch.Tensor, noise: Noise) -> tup
     return (
         Extreme("row", int(row.argmax()), float(row.max()), MARGIN * noise.row),
         Extreme("column", int(column.argmax()), float(column.max()), MARGIN * noise.column),
-        Extreme("scale", 0, columns.scale, MARGIN * max(noise.scale, math.sqrt(max(reference.shape)))),
+        Extreme("scale", 0, columns.scale, max(MARGIN * noise.scale, noise.constant * math.sqrt(columns.value))),
     )
 
 
@@ -130,18 +134,27 @@ class _Columns:
     def __init__(self) -> None:
         self.square: torch.Tensor | float = 0.0
         self.count = 0
-        self.along = self.value = 0.0
+        self.along: torch.Tensor | float = 0.0
+        self.by_row = self.value = 0.0
 
     def add(self, z: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """z, value [t f], both in units of the noise → root mean squares of z's rows [t]"""
-        square = z.square()
+        square, along = z.square(), z.double() * value
         self.square, self.count = self.square + square.sum(0), self.count + len(z)
-        self.along, self.value = self.along + float((z.double() * value).sum()), self.value + float(value.square().sum())
+        self.along, self.by_row = self.along + along.sum(0), self.by_row + float(along.sum(1).square().sum())
+        self.value += float(value.square().sum())
         return square.mean(1).sqrt()
 
     @property
     def scale(self) -> float:
-        return abs(self.along) / math.sqrt(self.value) if self.value else 0.0
+        """The projection of all."""
+        return abs(float(torch.as_tensor(self.along).sum())) / math.sqrt(self.value) if self.value else 0.0
+
+    @property
+    def shared(self) -> float:
+        """How large the projection of all may be by what tokens share, or channels: from those of single channels and tokens."""
+        by_column = float(torch.as_tensor(self.along).square().sum())
+        return max(self.scale, math.sqrt(max(by_column, self.by_row) / self.value)) if self.value else 0.0
 
     @property
     def rms(self) -> torch.Tensor:

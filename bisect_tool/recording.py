@@ -45,7 +45,8 @@ class Provenance:
     fingerprint        tells the weights of a reference from others
     replica_difference relative rms between replicas, for keys where they were not bit-equal
     floor, free_floor  relative rms a re-evaluation of the same function differs by (grafted, free-running), by key
-    worst              the largest a row, a column and the scale of a re-evaluation are, in units of the noise kept in noise.safetensors
+    worst              the largest a row, a column and the scale of a re-evaluation are, in units of the noise kept in noise.safetensors;
+                       and the factor that rounding one constant makes
     positions          position of each token of each row, where it was recorded
     packed             what a packed batch said of itself (cu_seqlens, ..), where rows were packed into one sequence
     absent             keys that were expected and are not here, and why
@@ -69,7 +70,7 @@ class Provenance:
     replica_difference: Mapping[str, float] = field(default_factory=dict)
     floor: Mapping[str, float] = field(default_factory=dict)
     free_floor: Mapping[str, float] = field(default_factory=dict)
-    worst: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
+    worst: Mapping[str, tuple[float, float, float, float]] = field(default_factory=dict)
     positions: tuple[tuple[int, ...], ...] = ()
     packed: Mapping[str, Any] = field(default_factory=dict)
     absent: Mapping[str, str] = field(default_factory=dict)
@@ -141,8 +142,8 @@ class Recording:
             return None
         rows, columns = (self._read(NOISE, f"{key}|{axis}") for axis in ("rows", "columns"))
         worst = self.provenance.worst[key]
-        if len(worst) != 3:
-            raise UsageError(f"{self.path} keeps {len(worst)} statistics of its noise, this version asks for 3", hint="record it again")
+        if len(worst) != 4:
+            raise UsageError(f"{self.path} keeps {len(worst)} statistics of its noise, this version asks for 4", hint="record it again")
         if not all(bool(one.isfinite().all()) for one in (rows, columns)) or not all(map(math.isfinite, worst)):
             raise UsageError(
                 f"{self.path} keeps a noise at {key} that is not finite, so nothing says what is allowed", hint="record it again"

@@ -69,9 +69,33 @@ def test_a_scale_below_the_noise_of_each_value_is_found_in_their_sum(tokens: int
     assert (ratio > 1, kind) == (True, "scale")
 
 
-def test_of_one_token_a_scale_is_no_more_than_its_noise() -> None:
-    values = site(0, 1)
-    assert worst(values, again(values, 1000) * (1 + 4 * EPS), noise_of(values))[0] < 1
+@pytest.mark.parametrize("tokens", [1, 63])
+def test_a_constant_may_be_rounded_once(tokens: int) -> None:
+    values = site(0, tokens)
+    assert worst(values, again(values, 1000) * (1 + EPS), noise_of(values))[0] < 1
+
+
+@pytest.mark.parametrize("shared", [(1, CHANNELS), (TOKENS, 1)], ids=["by tokens", "by channels"])
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_that_is_shared_is_no_scale(shared: tuple[int, int], seed: int) -> None:
+    """A rounded weight is the same for every token, an expert's for every channel: of few of them the whole may be off by much."""
+
+    def one(number: int) -> torch.Tensor:
+        return again(values, number) * (1 + 4 * EPS * torch.randn(shared, generator=torch.Generator().manual_seed(number)))
+
+    values = site(seed)
+    noise = estimate(values, [one(100 + i) - values for i in range(4)], EPS)
+    assert worst(values, one(1000 + seed), noise)[0] < 1
+    ratio, kind, _ = worst(values, again(values, 1000 + seed) * 1.01, noise_of(values))
+    assert (ratio > 1, kind) == (True, "scale")
+
+
+def test_how_much_is_shared_is_seen_in_one_evaluation() -> None:
+    """Of its projection of the whole, which is of many terms with random signs, there is but one; here it is none by chance."""
+    values = torch.ones(TOKENS, CHANNELS)
+    signs = torch.tensor([1.0, -1.0]).repeat(CHANNELS // 2)
+    noise = estimate(values, [(8 * EPS * signs).expand(values.shape)], EPS)
+    assert noise.scale == pytest.approx(math.sqrt(TOKENS), rel=0.01)
 
 
 def change(rows: slice | int, columns: slice | int, factor: float) -> Edit:
@@ -122,7 +146,7 @@ def test_rows_that_could_not_be_compared_say_nothing() -> None:
     noise = estimate(values, deltas, EPS)
     assert bool(noise.rows.isfinite().all() and noise.columns.isfinite().all())
     nothing = estimate(values, [torch.full_like(values, torch.nan)], EPS)
-    assert nothing.worst == (1.0, 1.0, 1.0) and bool(nothing.columns.min() > 0)
+    assert nothing.worst == (1.0, 1.0, 1.0, EPS) and bool(nothing.columns.min() > 0)
 
 
 def test_where_every_evaluation_is_the_same_half_a_unit_in_the_last_place_is_left() -> None:

@@ -48,7 +48,7 @@ def write(path: Path, said: dict[str, torch.Tensor] | None = None, provenance: P
 
 
 def test_noise_is_kept_by_key_and_is_no_key_itself(tmp_path: Path) -> None:
-    noise = Noise(torch.ones(5), torch.full((4,), 0.5), 1.5, 2.5, 3.5)
+    noise = Noise(torch.ones(5), torch.full((4,), 0.5), 1.5, 2.5, 3.5, 0.004)
     with writing(tmp_path / "recording") as writer:
         writer.add("outside", tensors(["embedding"]))
         writer.add_noise({"embedding": noise})
@@ -57,7 +57,16 @@ def test_noise_is_kept_by_key_and_is_no_key_itself(tmp_path: Path) -> None:
     read = found.noise("embedding")
     assert read is not None and found.keys == ["embedding"] and found.noise("lm_head") is None
     assert torch.equal(read.rows, noise.rows) and torch.equal(read.columns, noise.columns)
-    assert read.worst == (1.5, 2.5, 3.5)
+    assert read.worst == (1.5, 2.5, 3.5, 0.004)
+
+
+def test_noise_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
+    with writing(tmp_path / "recording") as writer:
+        writer.add("outside", tensors(["embedding"]))
+        writer.add_noise({"embedding": Noise(torch.ones(5), torch.ones(4), 1.0, 1.0, 1.0, 0.004)})
+        writer.close(replace(PROVENANCE, worst={"embedding": (1.0, 1.0, 1.0)}))  # type: ignore[dict-item]
+    with pytest.raises(UsageError, match="keeps 3 statistics of its noise, this version asks for 4"):
+        Recording(tmp_path / "recording").noise("embedding")
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
