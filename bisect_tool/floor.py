@@ -19,6 +19,7 @@ were chosen alike; probabilities by the rule on logits moved by half a unit in t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -122,7 +123,16 @@ def measured(
                 moved.setdefault(key, []).extend(ruled)
     floor |= chosen  # whatever was heard of them behind logits that moved otherwise
     noises = {key: estimate(said[key], moved.pop(key) if key in moved else [one[key] for one in deltas], least) for key in deltas[0]}
-    return floor, free, noises | {key: estimate(probes[key].flatten(0, 1), of, least) for key, of in moved.items()}
+    noises |= {key: estimate(probes[key].flatten(0, 1), of, least) for key, of in moved.items()}
+    layers: dict[str, list[Noise]] = {}
+    for key, one in noises.items():
+        layers.setdefault(_anywhere(key), []).append(one)
+    return floor, free, {key: one.usual(layers[_anywhere(key)]) for key, one in noises.items()}
+
+
+def _anywhere(key: str) -> str:
+    """A key without its layer."""
+    return re.sub(r"^layers\.\d+\.", "", key)
 
 
 def _kept(key: str, before: Mapping[str, torch.Tensor], again: Mapping[str, torch.Tensor]) -> torch.Tensor:

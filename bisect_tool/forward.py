@@ -124,7 +124,8 @@ class Bench:
         said = self.run.record((self.recording.path, grafts))
         probes = self.run.probe(probe_inputs(self.recording, self.dims))
         result = Pass(replicas=said.replicas)
-        by_rule = ByRule(self.run.family, self.dims, handed_to(said, set(grafts), self.recording), self.recording)
+        handed, own = (handed_to(said, grafted, self.recording) for grafted in (set(grafts), set[str]()))
+        by_rule = ByRule(self.run.family, self.dims, handed, own, self.recording)
         for key in expected_keys(self.recording, self.run.fused):
             result.judged[key] = self._judge(key, said, by_rule, probes, result)
         return result
@@ -301,7 +302,7 @@ def handed_to(said: Said, grafted: set[str], recording: Recording) -> Callable[[
 
 def _without_ties(rule: torch.Tensor, chosen: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     """The candidate's choice, with the rule's where the two differ only between equal scores (within two units in the last place)."""
-    differs = (rule != chosen).any(-1)
+    differs = (rule != chosen).any(-1) & (rule.sum(-1) == chosen.sum(-1))
     if not bool(differs.any()):
         return chosen
     least = scores.masked_fill(~chosen.bool(), math.inf).amin(-1)

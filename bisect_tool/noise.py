@@ -8,8 +8,10 @@ worst that a re-evaluation of the same shape has, so that it counts how many row
 A difference that goes with the value itself, as when a whole tensor is scaled, hides below noise that does not: so z is projected
 on the reference.  Of independent noise the projection is 1 in size.  Noise of weights is the same for every token, and that of an
 expert's rounded weight for every channel, and then it is more: how much is seen in the projections of single channels and single
-tokens, added up as if they were independent.  One re-evaluation has many of those, and only one projection of the whole.  A factor
-of less than half a unit in the last place is what rounding one constant makes, and is always allowed.
+tokens, added up as if they were independent.  One re-evaluation has many of those, and only one projection of the whole.  What all
+tokens and channels share (all attend to one token, whose key is rounded) shows in that one alone, which may be small by chance: so
+a site allows no less than is usual of it over all layers.  A factor of less than half a unit in the last place is what rounding
+one constant makes, and is always allowed.
 
 MARGIN covers what the candidate adds of its own (another order of sums, and in bf16 other places where it rounds): it is the next
 power of two above what the furthest of the clean runs in golden/calibration.json went to, and a test holds it to that.
@@ -19,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -52,6 +54,10 @@ class Noise:
         """The larger of two noises of one site, in everything."""
         larger = (max(one, another) for one, another in zip(self.worst, other.worst, strict=True))
         return Noise(self.rows.maximum(other.rows), self.columns.maximum(other.columns), *larger)
+
+    def usual(self, others: Sequence[Noise]) -> Noise:
+        """Its scale no less than the root mean square of those of the same site in all layers."""
+        return replace(self, scale=max(self.scale, math.sqrt(sum(one.scale**2 for one in others) / len(others))))
 
     def of_columns(self, index: torch.Tensor) -> Noise:
         return Noise(self.rows, self.columns[index], *self.worst)

@@ -23,11 +23,13 @@ class ByRule:
     """What the reference's rule makes of one pass of the candidate, layer by layer.
 
     handed  key → what the candidate's next step was given there [t f]: its own value, or the reference's where that was grafted
+    own     key → the candidate's own value; its choice and its probabilities come from one call, so it weighs what it chose itself
     """
 
     family: Family
     dims: Dimensions
     handed: Callable[[str], torch.Tensor]
+    own: Callable[[str], torch.Tensor]
     recording: Recording
 
     def routing(self, prefix: str) -> Routing:
@@ -38,12 +40,17 @@ class ByRule:
         """What a key behind the logits has to be: choice and probabilities [t e], rows [t k·h] and probabilities [t k] as dispatched."""
         prefix = f"layers.{site.layer}"
         if site.module == "router":
-            routing = self.routing(prefix)
-            return routing.chosen if site.part == "topk" else routing.probs
+            return self.routing(prefix).chosen if site.part == "topk" else self._weights(prefix)
         chosen = self.handed(f"{prefix}.router.topk").bool()
         if key.endswith(":rows"):
             return self.handed(f"{prefix}.pre_mlp_norm").repeat(1, int(chosen[0].sum()))
         return self.handed(f"{prefix}.router.probs")[chosen].reshape(chosen.shape[0], -1)
+
+    def _weights(self, prefix: str) -> torch.Tensor:
+        """Probabilities [t e] of the experts that the candidate itself chose, whether the rule chooses them or not."""
+        routing, logits, own = self.routing(prefix), self.handed(f"{prefix}.router.logits"), self.own(f"{prefix}.router.topk")
+        same = (own == routing.chosen).all(-1, keepdim=True)
+        return torch.where(same, routing.probs, self.family.route(logits, self.dims, self._bias(prefix), own).probs)
 
     def chosen_alike(self, topk: str) -> torch.Tensor:
         """Tokens whose experts both sides chose alike: elsewhere their sums are of other experts.  All tokens where there is none."""
@@ -70,8 +77,11 @@ class ByRule:
             noise=own if measured.noise is None else measured.noise.at_least(own),
         )
 
+    def _bias(self, prefix: str) -> torch.Tensor | None:
+        return self.handed(f"{prefix}.router.expert_bias") if self.dims.expert_bias else None
+
     def _rule(self, prefix: str) -> Callable[[torch.Tensor], Routing]:
-        bias = self.handed(f"{prefix}.router.expert_bias") if self.dims.expert_bias else None
+        bias = self._bias(prefix)
         return lambda logits: self.family.route(logits, self.dims, bias)
 
 

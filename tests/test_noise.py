@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,11 @@ def test_noise_that_is_shared_is_no_scale(shared: tuple[int, int], seed: int) ->
     assert worst(values, one(1000 + seed), noise)[0] < 1
     ratio, kind, _ = worst(values, again(values, 1000 + seed) * 1.01, noise_of(values))
     assert (ratio > 1, kind) == (True, "scale")
+
+
+def test_what_is_usual_of_a_site_in_all_layers_is_allowed_in_each() -> None:
+    layers = [replace(noise_of(site(seed)), scale=scale) for seed, scale in enumerate((1.0, 1.0, 1.0, 19.0))]
+    assert [round(one.usual(layers).scale, 2) for one in layers] == [9.54, 9.54, 9.54, 19.0]
 
 
 def test_how_much_is_shared_is_seen_in_one_evaluation() -> None:

@@ -250,5 +250,7 @@ class Decoder:
             return ()
         return tuple(made for n in range(dims.layers) if dims.moe[n] for made in self.experts.derived(n))
 
-    def route(self, logits: torch.Tensor, dims: Dimensions, bias: torch.Tensor | None = None) -> Routing:
-        return route(logits, dims, bias)
+    def route(
+        self, logits: torch.Tensor, dims: Dimensions, bias: torch.Tensor | None = None, chosen: torch.Tensor | None = None
+    ) -> Routing:
+        return route(logits, dims, bias, chosen)

@@ -223,14 +223,17 @@ class Experts:
         return [Derived(gate, (f"{gate}:logit", f"layers.{n}.shared_expert.fc2"), lambda logit, out: torch.sigmoid(logit) * out)]
 
 
-def route(logits: torch.Tensor, dims: Dimensions, bias: torch.Tensor | None = None) -> Routing:
-    """The reference's rule on any logits [.. e]: transformers' top-k routers, in fp32.
+def route(logits: torch.Tensor, dims: Dimensions, bias: torch.Tensor | None = None, chosen: torch.Tensor | None = None) -> Routing:
+    """The reference's rule on any logits [.. e]: transformers' top-k routers, in fp32.  `chosen` are weighed in place of its own choice.
 
     Softmax: scores over all experts, top-k, renormalised where the family does.  Sigmoid: experts are chosen by score + bias and
     weighted by score, renormalised and scaled.
     """
     scores = torch.sigmoid(logits.float()) if dims.sigmoid else torch.softmax(logits.float(), dim=-1)
     ranked = scores if bias is None else scores + bias.float()
+    if chosen is not None:
+        kept = scores * chosen
+        return Routing((kept / kept.sum(-1, keepdim=True) if dims.renormalised else kept) * dims.scaling, chosen, ranked)
     index = torch.topk(ranked, dims.top_k, dim=-1).indices
     top = scores.gather(-1, index)
     if dims.renormalised:
