@@ -20,9 +20,10 @@ from bisect_hooks.tap import split_key
 
 from bisect_tool import choices
 from bisect_tool.align import Aligned, Mismatch, align
+from bisect_tool.capture import Capture, heard_otherwise
 from bisect_tool.cuts import TokenCut, feature_axes, parallel_of, sequence_axes, token_cut
-from bisect_tool.faults import Fault, Finding, Relation, counted, group, span, verb
-from bisect_tool.flow import site_name, word
+from bisect_tool.faults import Fault, Finding, Relation, group, span
+from bisect_tool.flow import word
 from bisect_tool.forward import Judged
 from bisect_tool.free import Free, FreeRun
 from bisect_tool.judge import Tolerance, Verdict, judge
@@ -50,6 +51,8 @@ def compare(
         with timed(inputs):
             aligned = align(one.provenance, other.provenance)
             inputs.compared = {"rows": len(one.provenance.rows), "tokens": one.batch.tokens}
+            if isinstance(aligned, Aligned):
+                aligned = heard_otherwise(one, other) or aligned
             if isinstance(aligned, Mismatch):
                 inputs.faults = _faults([inputs_differ(aligned, other)])
             else:
@@ -85,7 +88,7 @@ class Comparison:
         compared = [one for one in found.judged.values() if one.difference is not None or one.verdict is Verdict.AGREES]
         result.compared = {"sites": len({split_key(one.key)[0] for one in compared}), "tensors": len(compared), "tokens": len(self.index)}
         result.compared["ranks"] = parallel_of(self.candidate.provenance).world
-        capture = self._replicas() or self._unwritten(found)
+        capture = Capture(self.reference, self.candidate, self.run, self._shard).finding(found)
         if capture is not None:
             result.faults = _faults([capture])
         else:
@@ -106,84 +109,6 @@ class Comparison:
             return {"output"} if inside <= {"output", "input"} else {"every module"}
 
         return names
-
-    # -- the recording itself ---------------------------------------------------------------------------------------------------
-
-    def _replicas(self) -> Finding | None:
-        """Ranks that should hold the same and do not, in compute order."""
-        for key in self.candidate.keys:
-            relative = self.candidate.provenance.replica_difference.get(key, 0.0)
-            if key not in self.reference or relative <= self.run.tolerance(key).relative_rms:
-                continue
-            site = parse_site(split_key(key)[0])
-            text = f"Capture fault at {site}: ranks that should hold the same differ by {relative:.2g} relative rms, so no value there is the candidate's."
-            do = "Look at the reduction or the broadcast before this site, and at whether every rank recorded the same forward."
-            return Finding("capture", site, self._shard(site), tolerance=self.run.tolerance(key), explanation=text, next=do)
-        return None
-
-    def _unwritten(self, found: Free) -> Finding | None:
-        """Rows that hold nothing, one value, or what was never made of their inputs, where what is computed from them does not show it."""
-        for key, rows in (found.garbage | found.strange).items():
-            site, name = parse_site(split_key(key)[0]), site_name(key)
-            before = self.run.sources(site, found)
-            rows = rows & ~_any_of(rows, [other for other in found.garbage if site_name(other) in before], found.garbage)
-            if key in found.strange and not self._not_made_there(site, rows, before, found):
-                continue
-            behind = [other for other in found.judged if name in self.run.sources(parse_site(split_key(other)[0]), found)]
-            if not bool(rows.any()) or any(self._wrong(other, rows) for other in behind):
-                continue
-            if not behind and bool(rows.all()):
-                continue  # with nothing behind it, only rows that are right clear the weights
-            tokens = rows.nonzero().flatten().tolist()
-            where, count = self._rows_of(tokens), len(tokens)
-            difference = measure(*self.run.pair(key))
-            held, so = (
-                ("nothing to do with what enters", "another row's values, or nobody wrote there")
-                if key in found.strange
-                else ("no numbers or one value throughout", "nobody wrote there")
-            )
-            shown = "what follows does not show it" if behind else "what enters agrees"
-            text = f"Capture fault at {site}: {counted(count, 'row', of=len(rows))} ({where}) {verb(count, 'has', 'have')} {held}, and {shown}: {so}."
-            do = "Look at what fills the rows of cached or padded positions; record with the prefix cache off."
-            shape = {"kind": "unwritten", "text": where, "tokens": tokens[:64]}
-            return Finding(
-                "capture",
-                site,
-                self._shard(site),
-                difference=difference,
-                tolerance=self.run.tolerance(key),
-                explanation=text,
-                next=do,
-                shape=shape,
-            )
-        return None
-
-    def _not_made_there(self, site: Site, rows: torch.Tensor, before: set[str], found: Free) -> bool:
-        """Whether rows can't have come out of their site: what enters agrees, and what follows too; a head is the same for every row."""
-        entered = [key for key in found.judged if site_name(key) in before and key in self.candidate]
-        if word(site) == "attention.rope":
-            return False  # a whole segment turned further gives the same attention
-        followed = any(str(site) in self.run.sources(parse_site(name), found) for name in found.level)
-        return (
-            bool(rows.any())
-            and bool(entered)
-            and (followed or site.module == "lm_head")
-            and not any(self._wrong(key, rows) for key in entered)
-        )
-
-    def _wrong(self, key: str, rows: torch.Tensor) -> bool:
-        reference, candidate = self.run.pair(key)
-        difference = measure(reference[rows], candidate[rows])
-        return judge(difference, self.run.tolerance(key)) is not Verdict.AGREES
-
-    def _rows_of(self, tokens: list[int]) -> str:
-        places: dict[int, list[int]] = {}
-        for token in tokens:
-            row, at = self.reference.batch.where(token)
-            places.setdefault(row, []).append(at)
-        return "; ".join(f"row {row}, position{'s' if len(at) > 1 else ''} {runs(at)}" for row, at in list(places.items())[:3]) + (
-            " .." if len(places) > 3 else ""
-        )
 
     # -- drifts ---------------------------------------------------------------------------------------------------------------
 
@@ -328,8 +253,8 @@ class Comparison:
         if flips:
             left = int(found.alive.sum())
             notes.append(
-                f"not compared: {len(self.index) - left} of {len(self.index)} tokens, from where their routing differs on: {flips} choices flip, each as "
-                "the candidate's own logits say; bisect-tool run gives them the reference's routing"
+                f"not compared: {len(self.index) - left} of {len(self.index)} tokens, from where their routing differs on: {flips} choices flip, "
+                f"{self._whose(found)}; bisect-tool run gives them the reference's routing"
             )
         if "lm_head" in found.judged and bool(found.alive.any()):
             reference, candidate = self.run.pair("lm_head")
@@ -339,6 +264,13 @@ class Comparison:
             apart = "and are not judged apart: nothing can be grafted into a recording"
             notes.append(f"{behind} sites differ behind it {apart}" if behind else "nothing behind it differs")
         return notes
+
+    def _whose(self, found: Free) -> str:
+        """Whether choices that flip are as the logits say."""
+        verdicts = [one.verdict for key, one in found.judged.items() if key.endswith(".topk")]
+        if Verdict.DIFFERS in verdicts:
+            return "and not as the candidate's own logits say"
+        return "each as the candidate's own logits say" if verdicts else "with no logits there to say why"
 
 
 def decide(
@@ -364,18 +296,6 @@ def decide(
         left.remove("conversion")
         reasons.append("The same weights are right on the other tokens.")
     return (left[0] if len(left) == 1 else None), tuple(left), " ".join(reasons)
-
-
-def runs(numbers: list[int]) -> str:
-    """[0, 1, 2, 5] → "0 to 2, 5"; of many runs the first ones."""
-    starts = [n for i, n in enumerate(numbers) if i == 0 or numbers[i - 1] != n - 1]
-    ends = [n for i, n in enumerate(numbers) if i + 1 == len(numbers) or numbers[i + 1] != n + 1]
-    shown = [str(a) if a == b else f"{a} to {b}" for a, b in zip(starts, ends, strict=True)]
-    return ", ".join(shown[:4]) + (" .." if len(shown) > 4 else "")
-
-
-def _any_of(rows: torch.Tensor, keys: list[str], garbage: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    return torch.stack([garbage[key] for key in keys]).any(0) if keys else torch.zeros_like(rows)
 
 
 def inputs_differ(found: Mismatch, candidate: Recording) -> Finding:

@@ -8,7 +8,6 @@ the drift, that argument is named.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,9 +22,10 @@ from bisect_tool.audit import Auditor
 from bisect_tool.config_check import Mismatch, config_relation, explanation
 from bisect_tool.faults import Finding, Proof, Relation, joint
 from bisect_tool.floor import tolerance_of
-from bisect_tool.flow import site_name, word
-from bisect_tool.forward import Bench, Judged, Located, Pass, handed_to
+from bisect_tool.flow import word
+from bisect_tool.forward import Bench, Located, Pass, handed_to
 from bisect_tool.judge import Verdict
+from bisect_tool.levels import agrees, level, size
 from bisect_tool.recording import in_order
 from bisect_tool.reference import base_grafts
 from bisect_tool.shards import Place, Shard, shard_of
@@ -150,7 +150,7 @@ class Lab:
         decided = {}
         for site, found in suspects.items():
             before, after, kept = self._levels(site, cured, control)
-            if not self._agrees(cured, site) or self._agrees(control, site):
+            if not agrees(cured, site) or agrees(control, site):
                 continue
             experiment = (
                 f"put the reference's weights in the place of {len(keys)} located tensor(s) and run again on the reference's inputs"
@@ -170,7 +170,7 @@ class Lab:
             )
             if all(one.minor for one in found):
                 decided[site] = replace(decided[site], minor=True)
-        spared = sum(self._agrees(control, site) for site in suspects)
+        spared = sum(agrees(control, site) for site in suspects)
         self.probes.append(
             f"reference's weights put in place: {len(decided)} of {len(suspects)} cured; control, all {len(others)} other tensors: {spared} cured"
         )
@@ -203,7 +203,7 @@ class Lab:
         if run.parallel.one_rank:
             return {}
         result = self._under(run.parallel.as_one_rank())
-        cured = [site for site in findings if self._agrees(result, site)]
+        cured = [site for site in findings if agrees(result, site)]
         self.probes.append(f"one rank instead of {run.parallel}: {len(cured)} of {len(findings)} located drift(s) gone")
         if not cured:
             return {}
@@ -213,16 +213,16 @@ class Lab:
         decided = {}
         for site in cured:
             proof = Proof(
-                f"run the same checkpoint on one rank instead of {run.parallel}", self._before(site), self._level(result, site),
+                f"run the same checkpoint on one rank instead of {run.parallel}", self._before(site), level(result, site),
                 f"built and run again under {run.parallel}: still {self._still(control, site):.2g}",
             )  # fmt: skip
-            gone = {axis: self._agrees(one, site) for axis, one in without.items()}
+            gone = {axis: agrees(one, site) for axis, one in without.items()}
             axes, evidence = at_fault(gone)
             others = [axis for axis in without if not gone[axis]]
             if len(without) > 1 and gone[axes[0]]:
                 one, other = run.parallel.without(axes[0]), others[0] if others else ""
                 proof = Proof(
-                    f"run the same checkpoint under {one} instead of {run.parallel}", self._before(site), self._level(without[axes[0]], site),
+                    f"run the same checkpoint under {one} instead of {run.parallel}", self._before(site), level(without[axes[0]], site),
                     f"under {run.parallel.without(other)} instead: still {self._still(without[other], site):.2g}" if other else proof.control,
                 )  # fmt: skip
             decided[site] = replace(findings[site], cls="parallel", proof=proof, axes=axes, evidence=evidence)
@@ -247,7 +247,7 @@ class Lab:
             except UsageError as error:
                 self.probes.append(f"{less} instead of {parallel} can't be run: {error.message}")
                 continue
-            cured = sum(self._agrees(found[axis], site) for site in sites)
+            cured = sum(agrees(found[axis], site) for site in sites)
             self.probes.append(f"{less} instead of {parallel}: {cured} of {len(sites)} drift(s) that one rank cures gone")
         return found
 
@@ -258,14 +258,14 @@ class Lab:
         if self.padded_right is None or not self.bench.run.batch.left:
             return {}
         result, control = self.padded_right().one_pass(), self.bench.one_pass()
-        cured = [site for site in findings if self._agrees(result, site)]
+        cured = [site for site in findings if agrees(result, site)]
         self.probes.append(f"padded on the right instead of the left: {len(cured)} of {len(findings)} located drift(s) gone")
         relation = Relation("unknown", {"padding": "left"}, rule="padding")
         return {
             site: replace(
                 findings[site], cls="model-definition", relation=relation,
                 proof=Proof(
-                    "pad the same prompts on the right", self._before(site), self._level(result, site),
+                    "pad the same prompts on the right", self._before(site), level(result, site),
                     f"padded on the left again: still {self._still(control, site):.2g}",
                 ),
             )
@@ -287,9 +287,9 @@ class Lab:
             if run.build():
                 run.put_reference(self.reference, None)  # parameters that only now exist are in no file
             result = replace(self.bench, run=run).one_pass()
-            cured = [site for site in left if self._agrees(result, site)]
+            cured = [site for site in left if agrees(result, site)]
             self.probes.append(f"{one.setting.flag} as config.json has it: {len(cured)} of {len(left)} located drift(s) gone")
-            cures |= {site: (one, self._level(result, site)) for site in cured}
+            cures |= {site: (one, level(result, site)) for site in cured}
         self.bench.run.build()
         control = self.bench.one_pass()
         decided = {}
@@ -310,11 +310,13 @@ class Lab:
         graft, cured = self._graft_proof(findings)
         for site, finding in findings.items():
             found = replace(finding, cls="model-definition", proof=graft[site])
-            if site.module == "output":
+            if not site.in_layer:  # there is no layer's output to look at
+                found = replace(found, proof=self._formula_proof(site) or graft[site])
+            elif site.module == "output":
                 found = replace(found, proof=self._formula_proof(site) or graft[site], evidence=SUM_AFTER)
             elif site.module == "pre_mlp_norm" and _stays(graft[site]):
                 after = Site("output", site.layer)
-                if not self._agrees(cured, after):
+                if not agrees(cured, after):
                     found = replace(found, proof=self._formula_proof(site) or graft[site], evidence=SUM_BEFORE)
                     self.absorbed.add(after)
             decided[site] = found
@@ -331,18 +333,25 @@ class Lab:
         )  # fmt: skip
 
     def _graft_proof(self, findings: Mapping[Site, Finding]) -> tuple[dict[Site, Proof], Pass]:
-        """(proofs, the pass with every cure in place).  The reference's value at the site: the layer's output falls to the floor.  At its neighbour: it does not."""
-        cures = self.located.all_cures
-        open_pass, cured = self.bench.one_pass(base=False), self.bench.one_pass(cures, base=False)
-        controls = self._controls(findings)
-        control = self.bench.one_pass(controls.values(), base=False)
+        """(proofs, the pass with every cure in place).  The reference's value at the site: the layer's output falls to the floor.  At its neighbour: it does not.
+
+        Layers are cut loose from each other, so a pass asks one site of each; what else is off in a layer is cured throughout.
+        """
+        cures, controls = self.located.all_cures, self._controls(findings)
+        cured = self.bench.one_pass(cures, base=False)
         proofs = {}
-        for site in findings:
-            end = Site("output", site.layer) if site.in_layer else site
-            proofs[site] = Proof(
-                f"graft the reference's value at {site}; look at {end}", self._level(open_pass, end), self._level(cured, end),
-                f"graft it at {controls[site]} instead: {self._level(control, end):.2g}" if site in controls else NO_NEIGHBOUR,
-            )  # fmt: skip
+        for sites in _one_of_each_layer(findings):
+            others = [key for key in cures if key not in self.bench.cures(sites)]
+            open_pass = self.bench.one_pass(others, base=False)
+            control = self.bench.one_pass([*others, *(controls[site] for site in sites if site in controls)], base=False)
+            for site in sites:
+                end = Site("output", site.layer) if site.in_layer else Site("lm_head") if site.module == "final_norm" else site
+                beside = [str(one) for one in self.located.sites if site.in_layer and one.layer == site.layer and one != site]
+                proofs[site] = Proof(
+                    f"graft the reference's value at {site}{', with the cure of ' * bool(beside)}{' and '.join(beside)}; look at {end}",
+                    level(open_pass, end), level(cured, end),
+                    f"graft it at {controls[site]} instead: {level(control, end):.2g}" if site in controls else NO_NEIGHBOUR,
+                )  # fmt: skip
         self.probes.append(
             f"reference's values grafted at {len(findings)} site(s); control at {'their neighbours' if controls else 'none of their neighbours: none agrees'}"
         )
@@ -361,37 +370,29 @@ class Lab:
 
     # -- reading passes -------------------------------------------------------------------------------------------------------
 
-    def _agrees(self, result: Pass, site: Site) -> bool:
-        """Whether a site (or what it waits for) no longer differs, on any rank that holds it."""
-        keys = [one for key, one in result.judged.items() if site_name(key) == str(site)]
-        noisy = [one for one in keys if one.tolerance.relative_rms]  # the others are exact copies of what is judged before them
-        alike = all(result.replicas.get(one.key, 0.0) <= one.tolerance.relative_rms for one in noisy)
-        return bool(keys) and alike and all(one.verdict is Verdict.AGREES for one in keys)
-
-    def _level(self, result: Pass, site: Site) -> float:
-        """The largest of a site's pieces; NaN above all."""
-        levels = [level for key, one in result.judged.items() if site_name(key) == str(site) and (level := _size(result, one)) is not None]
-        return max(levels, key=lambda level: (not math.isfinite(level), level), default=math.nan)  # max() passes over NaN
-
     def _still(self, result: Pass, site: Site) -> float:
         """A control's level, of the piece of a packed site whose numbers are shown."""
         one = result.judged.get(self.located.sites[site].key)
-        level = _size(result, one) if one is not None else None
-        return self._level(result, site) if level is None else level
+        own = size(result, one) if one is not None else None
+        return level(result, site) if own is None else own
 
     def _before(self, site: Site) -> float:
         return self.located.sites[site].difference.relative_rms if self.located.sites[site].difference else float("nan")  # type: ignore[union-attr]
 
     def _levels(self, site: Site, cured: Pass, control: Pass) -> tuple[float, float, float]:
-        return self._before(site), self._level(cured, site), self._still(control, site)
+        return self._before(site), level(cured, site), self._still(control, site)
 
 
-def _size(result: Pass, one: Judged) -> float | None:
-    """How far a key is from the reference, or its replicas from each other where that is further."""
-    if one.difference is None:
-        return None
-    apart = result.replicas.get(one.key, 0.0) if one.tolerance.relative_rms else 0.0
-    return max(one.difference.relative_rms, apart, key=lambda level: (not math.isfinite(level), level))
+def _one_of_each_layer(sites: Iterable[Site]) -> list[list[Site]]:
+    """Sites, so that no two of a group are in one layer."""
+    groups: list[list[Site]] = []
+    for site in sorted(sites):
+        group = next((one for one in groups if all(other.layer != site.layer for other in one)), None)
+        if group is None:
+            groups.append([site])
+        else:
+            group.append(site)
+    return groups
 
 
 def _stays(proof: Proof) -> bool:

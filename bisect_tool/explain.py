@@ -103,8 +103,15 @@ def _drift(fault: Fault) -> tuple[str, str]:
 
 def _duplicate(detail: Mapping[str, Any], first: Finding) -> tuple[str, str]:
     if "axis" in detail:
-        what = "rows" if detail["axis"] == 0 or first.site.module == "experts" else "columns"
-        return f"{what} repeat each other, {detail['wrong']} of {detail['of']} are wrong; the map is {detail['map']}", AGAIN
+        what = "row" if detail["axis"] == 0 or first.site.module == "experts" else "column"
+        if isinstance(detail["map"], str):
+            return (
+                f"{what}s repeat each other, {detail['wrong']} of {detail['of']} are wrong; {what} i holds {detail['map'].replace('e', 'i')}",
+                AGAIN,
+            )
+        moved = [f"{what} {i} holds the reference's {what} {j}" for i, j in enumerate(detail["map"]) if i != j]
+        more = f", and {len(moved) - 3} more" if len(moved) > 3 else ""
+        return f"{'; '.join(moved[:3])}{more} ({detail['wrong']} of {detail['of']} are wrong)", AGAIN
     if (detail["modulus"] or 0) > 1:
         said = f"expert e holds the reference's expert e mod {detail['modulus']}; {detail['wrong']} of {detail['of']} are wrong"
         return said, "Convert again with global expert numbers (slime#1799: the converter used each EP rank's local number)"

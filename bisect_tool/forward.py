@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from bisect_hooks.errors import BisectError, by_kind
@@ -19,8 +18,6 @@ from bisect_hooks.site import Site, parse_site
 from bisect_hooks.tap import split_key
 
 from bisect_tool.candidate import CandidateRun, Said
-from bisect_tool.cuts import token_cut
-from bisect_tool.faults import Finding
 from bisect_tool.floor import tolerance_of
 from bisect_tool.flow import CURED_AT, behind, in_place, site_name, upstream, word
 from bisect_tool.judge import Tolerance, Verdict, judge
@@ -29,7 +26,6 @@ from bisect_tool.noise import Extreme, weigh
 from bisect_tool.recording import Recording, in_order
 from bisect_tool.reference import BEHIND_ROUTING, base_grafts, probe_inputs
 from bisect_tool.routing import ByRule
-from bisect_tool.shapes import shape_of, token_errors
 from bisect_tool.shards import Place, Shard, shard_of
 
 MOST_PASSES = 16
@@ -140,6 +136,8 @@ class Bench:
         candidate = said.tensors[key]
         try:
             own = word(site) in ("router.topk", "router.probs", "experts.dispatch")
+            if site.module == "router" and own and not by_rule.finite(f"layers.{site.layer}"):
+                return Judged(key, Verdict.INCOMPARABLE, None, tolerance, NOT_HANDED)
             reference = by_rule.value(site, key) if own else self.recording[key]
             if site.module == "lm_head" and candidate.shape[-1] > reference.shape[-1]:
                 candidate = candidate[..., : reference.shape[-1]]  # rows that only pad the vocabulary
@@ -149,7 +147,8 @@ class Bench:
             if word(site) == "router.probs":
                 tolerance = by_rule.tolerance(f"layers.{site.layer}", tolerance)
             if word(site) in BEHIND_ROUTING and self.dims.moe[site.layer or 0]:
-                tokens = by_rule.chosen_alike(f"layers.{site.layer}.router.topk")
+                # a token that is no number is compared however it was routed
+                tokens = by_rule.chosen_alike(f"layers.{site.layer}.router.topk") | ~candidate.isfinite().all(-1)
                 reference, candidate = reference[tokens], candidate[tokens]
                 tolerance = tolerance.of_rows(tokens)
             reference, candidate = reference.float(), candidate.float()
@@ -334,16 +333,6 @@ def _worst_key(result: Pass, site: Site) -> Judged:
     return max(keys, key=lambda one: one.ratio)
 
 
-def decay_part(pair: tuple[torch.Tensor, torch.Tensor]) -> str:
-    """a_log where the ratio of decay is constant over tokens for each head, else dt_bias; decay where it can't be told."""
-    reference, candidate = (tensor.double() for tensor in pair)
-    if reference.shape[0] < 3 or bool((reference == 0).any()):
-        return "decay"
-    ratio = candidate / reference
-    spread = (ratio.std(0) / ratio.mean(0).abs().clamp_min(1e-30)).max().item()
-    return "a_log" if spread < 1e-4 else "dt_bias"
-
-
 def shows_at(recording: Recording, free: Said, site: Site) -> str | None:
     """The first site behind `site` at which the free run leaves the reference's own free-running noise."""
     for key in in_order(expected_keys(recording)):
@@ -376,34 +365,4 @@ def of_spec(run: CandidateRun) -> list[str]:
     return notes
 
 
-def to_finding(bench: Bench, located: Located, site: Site) -> Finding:
-    """A located site as a finding whose class is still open."""
-    one = located.sites[site]
-    named = site
-    if site.part == "decay":
-        key = f"layers.{site.layer}.linear_attention.decay"
-        result = next(result for result in located.passes if result.judged[key].verdict is Verdict.DIFFERS)
-        named = replace(site, part=decay_part(result.values[key]))
-    elif site.module == "output":
-        named = replace(site, module="mlp")
-    tolerance = replace(one.tolerance, source=f"{one.tolerance.source}; {one.tripped}") if one.tripped else one.tolerance
-    return Finding(
-        None, named, located.shards[site], difference=one.difference, tolerance=tolerance, tripped=one.tripped,
-        piece=split_key(one.key)[1], shape=_shape(bench, located, one),
-    )  # fmt: skip
-
-
-def _shape(bench: Bench, located: Located, one: Judged) -> dict[str, Any] | None:
-    """Which tokens are wrong, where that is a clue; None where it is nearly all of them, or where they are not compared one by one."""
-    values = next(result.values.get(one.key) for result in located.passes if result.judged.get(one.key) is one)
-    rows = bench.recording.provenance.rows
-    if values is None or one.key.endswith(".topk") or len(values[0]) != sum(map(len, rows)):
-        return None
-    parallel = bench.run.parallel.shown() | {"sp": bench.run.parallel.sp}
-    cut = token_cut(replace(bench.recording.provenance, parallel=parallel))
-    rotation = word(parse_site(split_key(one.key)[0])) == "attention.rope"
-    found = shape_of(token_errors(*values), one.tolerance.relative_rms, [len(row) for row in rows], cut, rotation=rotation)
-    return None if found.kind in ("everywhere", "scattered") else found.to_json()
-
-
-__all__ = ["Bench", "Judged", "Located", "Pass", "expected_keys", "handed_to", "of_spec", "shows_at", "to_finding"]
+__all__ = ["Bench", "Judged", "Located", "Pass", "expected_keys", "handed_to", "of_spec", "shows_at"]

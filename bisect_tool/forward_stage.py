@@ -13,11 +13,12 @@ from bisect_hooks.site import Site, parse_site
 from bisect_tool import choices
 from bisect_tool.arbiter import Arbiter
 from bisect_tool.candidate import CandidateRun, Said
+from bisect_tool.drifts import to_finding
 from bisect_tool.experiments import Lab
 from bisect_tool.faults import Finding
 from bisect_tool.floor import tolerance_of
 from bisect_tool.flow import site_name, upstream, word
-from bisect_tool.forward import Bench, Located, expected_keys, of_spec, shows_at, to_finding
+from bisect_tool.forward import Bench, Located, expected_keys, of_spec, shows_at
 from bisect_tool.judge import Verdict
 from bisect_tool.ladder import Job
 from bisect_tool.measure import Difference, measure
@@ -112,8 +113,8 @@ def _conclude(job: Job, result: StageResult, bench: Bench, located: Located, fin
         else None
     )
     if logits is not None:
-        said = f"free-running, the logits differ by {logits.relative_rms:.1e}"
-        result.notes.insert(2, said if job.dtype == "fp32" else f"{said}; {is_this_normal(job, result, recording, logits.relative_rms)}")
+        normal = is_this_normal(job, result, recording, logits.relative_rms)
+        result.notes.insert(2, f"free-running, the logits differ by {logits.relative_rms:.1e}; {normal}")
     result.notes += flips(bench, located, free)
     result.notes += disagreements(job, result, recording, logits)
     result.notes += [f"not compared: {key}: {why}" for key, why in list(located.incomparable.items())[:8]]
@@ -153,17 +154,17 @@ def disagreements(job: Job, result: StageResult, recording: Recording, logits: D
 
 def is_this_normal(job: Job, result: StageResult, recording: Recording, candidate: float) -> str:
     """What rounding alone does to a free run: the reference in this dtype against itself, evaluated again and in fp32."""
-    reference, _ = replace(job.wanted, dtype=torch.float32).load()
-    exact = job.batch.pack(reference.forward(job.batch.ids(), job.batch.mask())).cpu()
-    rounding = measure(exact, recording["lm_head"].float()).relative_rms
     again = recording.provenance.free_floor["lm_head"]
-    small = candidate <= MARGIN * max(again, rounding)
-    # a fault is none the less one where the logits hide it
-    normal = "no, there is a fault" if result.faults else "yes" if small else "no"
-    return (
-        f"is this normal? {normal}: in {job.dtype} the reference is {again:.1e} from itself when it is evaluated again, "
-        f"and {rounding:.1e} from itself in fp32"
-    )
+    most, of = again, f"in {job.dtype} the reference is {again:.1e} from itself when it is evaluated again"
+    if job.dtype != "fp32":
+        reference, _ = replace(job.wanted, dtype=torch.float32).load()
+        exact = job.batch.pack(reference.forward(job.batch.ids(), job.batch.mask())).cpu()
+        rounding = measure(exact, recording["lm_head"].float()).relative_rms
+        most, of = max(again, rounding), f"{of}, and {rounding:.1e} from itself in fp32"
+    small = candidate <= MARGIN * most
+    if result.faults:  # a fault is none the less one where the logits hide it
+        return f"is this normal? {'the size is, but there is a fault' if small else 'no, there is a fault'}: {of}"
+    return f"is this normal? {'yes' if small else 'no'}: {of}"
 
 
 def flips(bench: Bench, located: Located, free: Said) -> list[str]:

@@ -13,8 +13,9 @@ from bisect_hooks.spec import Spec
 from bisect_tool.args import plain
 from bisect_tool.candidate import CandidateRun
 from bisect_tool.checkpoint import open_checkpoint
+from bisect_tool.drifts import to_finding
 from bisect_tool.faults import Finding, group
-from bisect_tool.forward import Bench, Located, expected_keys, of_spec, to_finding
+from bisect_tool.forward import Bench, Located, expected_keys, of_spec
 from bisect_tool.judge import Verdict
 from bisect_tool.ladder import DTYPES, package_version
 from bisect_tool.noise import MARGIN

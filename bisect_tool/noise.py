@@ -14,7 +14,8 @@ a site allows no less than is usual of it over all layers.  A factor of less tha
 one constant makes, and is always allowed.
 
 MARGIN covers what the candidate adds of its own (another order of sums, and in bf16 other places where it rounds): it is the next
-power of two above what the furthest of the clean runs in golden/calibration.json went to, and a test holds it to that.
+power of two above twice what the furthest of the clean runs in golden/calibration.json went to, and a test holds it to that.
+Twice, because those runs are of one machine's kernels: with every matrix product cut in two and rounded in between, bf16 goes to 7.
 """
 
 from __future__ import annotations

@@ -52,10 +52,14 @@ class ByRule:
         same = (own == routing.chosen).all(-1, keepdim=True)
         return torch.where(same, routing.probs, self.family.route(logits, self.dims, self._bias(prefix), own).probs)
 
+    def finite(self, prefix: str) -> bool:
+        """Whether the rule has numbers to go by."""
+        return bool(self.handed(f"{prefix}.router.logits").isfinite().all())
+
     def chosen_alike(self, topk: str) -> torch.Tensor:
-        """Tokens whose experts both sides chose alike: elsewhere their sums are of other experts.  All tokens where there is none."""
+        """[t] tokens whose experts both sides chose alike: elsewhere their sums are of other experts.  All tokens where there is none."""
         alike = (self.recording[topk].float() == self.handed(topk).float()).all(-1)
-        return (alike if bool(alike.any()) else ~alike).nonzero().flatten()
+        return alike if bool(alike.any()) else ~alike
 
     def tolerance(self, prefix: str, measured: Tolerance) -> Tolerance:
         """Of probabilities: what was measured on the reference's logits, and no less than the same noise on the candidate's own.

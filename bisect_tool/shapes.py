@@ -18,6 +18,10 @@ SHORT = 0.25
 ENOUGH = 16
 # so many tokens behind a boundary are named one by one, where those after them are right again
 SPAN = 4
+# so many scattered tokens are named one by one
+FEW = 4
+# and are said to be alone where they are further off than the rest by this factor
+APART = 8.0
 # a rank correlation of error and position from which an error is said to grow
 GROWS = 0.5
 # so many of the tokens that could be wrong are "nearly every" one
@@ -26,7 +30,7 @@ NEARLY = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """kind is one of: everywhere, scattered, segments, start, span, from-token, grows, chunks, cp-ranks, chunk-ends, permuted.
+    """kind is one of: everywhere, scattered, few, segments, start, last, span, from-token, grows, chunks, cp-ranks, chunk-ends, permuted.
 
     weights_are_right  tokens computed with the same weights in the same way are right, so no weight is at fault
     """
@@ -72,7 +76,7 @@ def shape_of(
     ranks = _by_rank(wrong, by_prompt, cut, unit)
     if ranks is not None:
         return ranks
-    inside = _inside(errors.masked_fill(~wrong, 0), bad, wrong, lengths, rotation, unit)
+    inside = _inside(errors, bad, wrong, lengths, rotation, unit)
     # a prompt that ends before the first wrong position of the others could not show it
     first = min(int(by_prompt[i].nonzero()[0]) for i in bad)
     clean = [i for i, length in enumerate(lengths) if i not in bad and length > first]
@@ -107,13 +111,14 @@ MOST_PERMUTED = 4096
 
 def _of_prompts(bad: Sequence[int], inside: Shape, unit: str) -> Shape:
     what = f"only in {unit}{'s' if len(bad) > 1 else ''} {span(list(bad))}"
-    more = "" if inside.kind in ("everywhere", "scattered") else f", there {inside.text}"
+    more = "" if inside.kind in ("everywhere", "scattered", "few") else f", there {inside.text}"
     fades = f", {inside.detail['fades']}" if "fades" in inside.detail else ""
     return Shape("segments", what + more + fades, {"segments": list(bad), "inside": inside.to_json()}, weights_are_right=True)
 
 
-def _inside(errors: torch.Tensor, bad: Sequence[int], wrong: torch.Tensor, lengths: Sequence[int], rotation: bool, unit: str) -> Shape:
+def _inside(every: torch.Tensor, bad: Sequence[int], wrong: torch.Tensor, lengths: Sequence[int], rotation: bool, unit: str) -> Shape:
     """The shape within prompts, which is the same in each of them; one of a single token has none."""
+    errors = every.masked_fill(~wrong, 0)
     bad = [i for i in bad if lengths[i] > 1] or bad
     parts = {i: one for i, one in enumerate(wrong.split(list(lengths))) if i in bad}
     # an error that begins late and stays as large does not grow: what counts is what it does from its first token on
@@ -123,9 +128,16 @@ def _inside(errors: torch.Tensor, bad: Sequence[int], wrong: torch.Tensor, lengt
     reach = max(lasts.values()) + 1
     clean = [length for i, length in enumerate(lengths) if i not in bad]
     start = min(firsts)
-    if all(reach <= SHORT * lengths[i] for i in bad):
+    if start <= 1 and all(reach <= SHORT * lengths[i] for i in bad):
         text = f"only in the first {reach} token{'s' if reach > 1 else ''} of a {unit}" if reach > 1 else "only in the first token"
         return Shape("start", text, {"tokens": reach}, weights_are_right=True)
+    several = sum(length > 1 for length in lengths) > 1
+    if (
+        several
+        and len(bad) == sum(length > 1 for length in lengths)
+        and all(int(one.nonzero()[0]) == len(one) - 1 for one in parts.values())
+    ):
+        return Shape("last", f"only at the last token of each {unit}", {"tokens": len(bad)}, weights_are_right=True)
     if start > 1 and len(firsts) == 1 and all(length <= start for length in clean):
         last = max(lasts.values())
         if last < min(start + SPAN, *(lengths[i] - 1 for i in bad)):
@@ -146,7 +158,13 @@ def _inside(errors: torch.Tensor, bad: Sequence[int], wrong: torch.Tensor, lengt
         detail["fades"] = "strongest at their start and fading"
     if share > NEARLY:
         return Shape("everywhere", "on nearly every token", detail)
-    return Shape("scattered", f"on {int(wrong.sum())} of {len(wrong)} tokens", detail)
+    if int(wrong.sum()) > FEW or len(wrong) <= 2 * FEW:
+        return Shape("scattered", f"on {int(wrong.sum())} of {len(wrong)} tokens", detail)
+    places = [(i, one.nonzero().flatten().tolist()) for i, one in enumerate(wrong.split(list(lengths))) if bool(one.any())]
+    text = f"on {int(wrong.sum())} of {len(wrong)} tokens: {'; '.join(f'{unit} {i}, token {span(at)}' for i, at in places)}"
+    # the others may be off by the same weights and less than is allowed
+    apart = float(every[~wrong].max()) < float(every[wrong].min()) / APART
+    return Shape("few", text, detail | {"at": [[i, at] for i, at in places]}, weights_are_right=apart)
 
 
 def _growth(errors: torch.Tensor) -> float:

@@ -8,7 +8,7 @@ import signal
 import sys
 import traceback
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Client, Connection
@@ -44,6 +44,7 @@ class Rank:
     built: Built | None = None
     references: dict[Path, HuggingFaceDirectory] = field(default_factory=dict)
     stored: dict[str, torch.dtype] = field(default_factory=dict)
+    patch: Path | None = None
 
     @property
     def here(self) -> mcore.Candidate:
@@ -57,7 +58,7 @@ class Rank:
 
     def build(self, what: Built, checkpoint: Path | None, patch: Path | None = None) -> dict[str, Any]:
         """Builds and loads.  Answers {"missing": parameters nothing was loaded into}, and what a user's spec made of the model."""
-        self.candidate, self.stored = None, {}
+        self.candidate, self.stored, self.patch = None, {}, patch
         family = families()[what.family]
         try:
             self.candidate = mcore.build(
@@ -293,14 +294,36 @@ def _as_the_users(path: Path) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).resolve() == path.resolve()]
+        lines = _lines_in(path, error)
         if isinstance(error, SyntaxError) and not lines:  # it never ran
             lines = [error.lineno]
-        at = f", line {lines[-1]}" if lines else ""
-        raise UsageError(
-            f"--candidate-patch {path}{at}: {type(error).__name__}: {first_line(error)}",
-            hint="mend the file, or run without it",
-        ) from error
+        raise _of_the_patch(path, lines, error) from error
+
+
+@contextmanager
+def _hooks_of(path: Path | None) -> Iterator[None]:
+    """What a hook of the user's file raises in a forward is no error of ours either; of any other error the file may still be the cause."""
+    try:
+        yield
+    except Exception as error:
+        if path is None or isinstance(error, UsageError):
+            raise
+        lines = _lines_in(path, error)
+        if lines:
+            raise _of_the_patch(path, lines, error) from error
+        error.hint = f"--candidate-patch {path} changed this model: does the error stay without it?"  # type: ignore[attr-defined]
+        raise
+
+
+def _lines_in(path: Path, error: BaseException) -> list[int | None]:
+    """Lines of a file that an error passed, the innermost last."""
+    return [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).resolve() == path.resolve()]
+
+
+def _of_the_patch(path: Path, lines: Sequence[int | None], error: BaseException) -> UsageError:
+    at = f", line {lines[-1]}" if lines else ""
+    said = f"--candidate-patch {path}{at}: {type(error).__name__}: {first_line(error)}"
+    return UsageError(said, hint="mend the file, or run without it")
 
 
 def serve(connection: Connection, rank: Rank) -> None:
@@ -311,7 +334,8 @@ def serve(connection: Connection, rank: Rank) -> None:
         except (EOFError, ConnectionError):
             return
         try:
-            answer = getattr(rank, command)(**arguments)
+            with _hooks_of(rank.patch):
+                answer = getattr(rank, command)(**arguments)
         except UsageError as error:
             say(connection, (False, UsageError(error.message, error.hint)))
         except BaseException as error:

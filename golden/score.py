@@ -23,11 +23,12 @@ from models import Place, embedded, random_batch
 
 from bisect_tool.arbiter import Arbiter
 from bisect_tool.candidate import CandidateRun
+from bisect_tool.drifts import to_finding
 from bisect_tool.experiments import Lab
 from bisect_tool.faults import Finding
 from bisect_tool.floor import tolerance_of
 from bisect_tool.flow import word
-from bisect_tool.forward import Bench, Judged, Located, to_finding
+from bisect_tool.forward import Bench, Judged, Located
 from bisect_tool.ladder import DTYPES
 from bisect_tool.weights import Sides
 

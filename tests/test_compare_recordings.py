@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -220,6 +220,46 @@ def test_only_rows_that_are_off_by_themselves_are_said_to_be_stale(tmp_path: Pat
     assert (fault["site"], fault["shape"]["tokens"]) == (key, [50])
     assert f"1 of {GOLDEN.batch.tokens} rows (row {row}, position {position}) has nothing to do with what enters" in fault["explanation"]
     assert fault["explanation"].endswith("another row's values, or nobody wrote there.")
+
+
+def edited(folder: Path, key: str, change: Callable[[torch.Tensor], None]) -> Path:
+    """The golden recording with one of its tensors changed."""
+    other = folder / "other"
+    shutil.copytree(GOLDEN.path, other)
+    said = load_file(other / GOLDEN.files[key])
+    change(said[key])
+    save_file(said, other / GOLDEN.files[key])
+    return other
+
+
+def test_a_recording_whose_embedding_saw_other_ids_than_its_rows_hold_is_not_compared(tmp_path: Path) -> None:
+    def another(tokens: torch.Tensor) -> None:
+        tokens.reshape(-1)[50] += 1
+
+    page = judged(GOLDEN.path, edited(tmp_path, "tokens", another))
+    fault = only_fault(page)
+    row, position = GOLDEN.batch.where(50)
+    assert (place(fault), page["stages"][3]["verdict"]) == (("capture", None, "tokens", None), None)
+    assert f"at 1 of {GOLDEN.batch.tokens} tokens: first at row {row}, position {position}" in fault["explanation"]
+
+
+@pytest.mark.parametrize("value", [2.0, torch.nan])
+def test_an_output_that_is_not_the_next_layers_input_is_an_error_of_the_recording(value: float, tmp_path: Path) -> None:
+    def one(output: torch.Tensor) -> None:
+        output[50, 5] += value
+
+    fault = only_fault(judged(GOLDEN.path, edited(tmp_path, "layers.4.output", one)))
+    assert place(fault) == ("capture", 4, "mlp", None)
+    assert "They are one tensor, so the recording is wrong and not the model." in fault["explanation"]
+
+
+def test_choices_that_are_not_as_the_logits_say_are_not_said_to_be(tmp_path: Path) -> None:
+    def another(chosen: torch.Tensor) -> None:
+        chosen[50] = chosen[50].roll(1)
+
+    page = judged(GOLDEN.path, edited(tmp_path, "layers.4.router.topk", another))
+    assert place(only_fault(page)) == ("model-definition", 4, "router", "topk")
+    assert any("choices flip, and not as the candidate's own logits say" in note for note in page["stages"][3]["notes"])
 
 
 def test_an_error_of_rows_that_are_not_packed_keeps_to_prompts_and_its_numbers_tell_the_sides_apart(tmp_path: Path) -> None:

@@ -34,7 +34,10 @@ def errors(*wrong: tuple[int, range]) -> torch.Tensor:
         ([(1, range(64, 100)), (2, range(64, 80))], "from-token", "starts at token 64"),
         ([(1, range(64, 65)), (2, range(64, 65))], "span", "only at token 64"),
         ([(1, range(64, 67)), (2, range(64, 66))], "span", "only at tokens 64 to 66"),
-        ([(0, range(5, 6)), (1, range(40, 42))], "scattered", "on 3 of 196 tokens"),
+        ([(1, range(10, 11))], "few", "on 1 of 196 tokens: prompt 1, token 10"),
+        ([(0, range(5, 6)), (1, range(40, 42))], "few", "on 3 of 196 tokens: prompt 0, token 5; prompt 1, token 40 and 41"),
+        ([(0, range(2, 16, 7)), (1, range(30, 60, 7)), (2, range(11, 12))], "scattered", "on 8 of 196 tokens"),
+        ([(0, range(15, 16)), (1, range(99, 100)), (2, range(79, 80))], "last", "only at the last token of each prompt"),
     ],
 )
 def test_where_tokens_are_wrong_is_said(wrong: list[tuple[int, range]], kind: str, text: str) -> None:

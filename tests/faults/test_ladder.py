@@ -176,8 +176,14 @@ def test_a_conversion_without_mtp_says_what_it_left_out(tmp_path: Path, capsys: 
             "line 6: AttributeError: 'GPTModel' object has no attribute 'nothing'",
         ),
         ("def patch(model, parallel)\n    pass\n", "line 1: SyntaxError: expected ':'"),
+        # only when the model runs
+        (
+            "def hook(module, args, output):\n    raise ValueError('planted')\n\n\n"
+            "def patch(model, parallel):\n    model.decoder.layers[1].mlp.register_forward_hook(hook)\n",
+            "line 2: ValueError: planted",
+        ),
     ],
-    ids=["every rank", "one rank", "no Python"],
+    ids=["every rank", "one rank", "no Python", "a hook"],
 )
 def test_what_a_patch_raises_is_the_users_and_no_rank_is_waited_for(
     text: str, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]

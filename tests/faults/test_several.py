@@ -25,6 +25,7 @@ ROUTER_OF_ONE = (
 )
 # sums that no site hears: what attention gives as it is added, and what the MLP gives
 AFTER_ATTENTION = "layers[4].self_attention.register_forward_hook(lambda module, args, output: (output[0] * 1.02, *output[1:]))"
+ONE_LESS, ONE_MORE = "layers[2].mlp.router.topk = 3", "layers[6].mlp.router.topk = 5"
 AFTER_MLP = "layers[5].mlp.register_forward_hook(lambda module, args, output: (output[0] * 1.02, *output[1:]))"
 
 
@@ -52,6 +53,38 @@ def test_a_sum_that_is_off_is_not_the_fault_of_the_modules_beside_it(workshop: W
     assert "it is the sum before it" in first["explanation"] and "it is their sum" in second["explanation"]
     for one in page["faults"]:  # its own formula, because grafting the reference's value there proves nothing
         assert one["proof"]["after"] < 1e-6 < one["proof"]["before"]
+
+
+@pytest.mark.parametrize(("line", "layer", "counts"), [(ONE_LESS, 2, (3, 4)), (ONE_MORE, 6, (5, 4))])
+def test_another_number_of_experts_is_one_fault_of_the_choice(
+    line: str, layer: int, counts: tuple[int, int], workshop: Workshop, tmp_path: Path
+) -> None:
+    page = judged(workshop.good("slime", "one"), tmp_path, "one", line, more=QUICK)
+    assert found(page) == [made([layer], "router", "topk")]
+    assert "It chooses {} experts a token where the reference chooses {}.".format(*counts) in page["first"]["explanation"]
+
+
+def test_two_faults_of_one_layer_are_proved_apart(workshop: Workshop, tmp_path: Path) -> None:
+    """Each with the other cured: what grafting one leaves is not what the other makes."""
+    lines = (
+        "layers[4].self_attention.linear_attn.out_proj.weight.mul_(1.5)",
+        "layers[4].mlp.shared_experts.linear_fc2.weight.zero_()",
+    )
+    page = judged(workshop.good("slime", "one"), tmp_path, "one", *lines, more=QUICK)
+    assert found(page) == [made([4], "linear_attention", "out_proj"), made([4], "shared_expert", "fc2")]
+    first, second = (one["proof"] for one in page["faults"])
+    assert first["before"] != second["before"] and max(first["after"], second["after"]) < 1e-6 < min(first["before"], second["before"])
+    assert "with the cure of layers.4.shared_expert.fc2;" in first["experiment"]
+
+
+def test_a_token_that_is_no_number_is_one_fault_where_it_is_made(workshop: Workshop, tmp_path: Path) -> None:
+    line = "gating = layers[5].mlp.router.gating; layers[5].mlp.router.gating = lambda x: gating(x) * scale_of(x, 2, float('nan'))"
+    page = judged(workshop.good("slime", "one"), tmp_path, "one", line, more=QUICK)
+    assert found(page) == [made([5], "router", "logits")]
+    first = page["first"]
+    assert first["shape"]["text"] == "only at token 2"
+    assert (first["proof"]["before"], first["shows_at"]) == ("nan", "layers.5.router.probs")
+    assert first["proof"]["after"] < 1e-6
 
 
 def exchanged_columns(folder: Path, name: str, one: int, other: int) -> Path:
@@ -110,4 +143,4 @@ def test_a_fault_in_bf16_is_not_called_normal(workshop: Workshop, tmp_path: Path
     line = "layers[2].pre_mlp_layernorm.weight[40].add_(0.5)"
     page = judged(workshop.good("slime", "one"), tmp_path, "one", line, more=(*QUICK, "--dtype", "bf16"))
     assert found(page) == [made([2], "pre_mlp_norm")]
-    assert any("is this normal? no, there is a fault" in note for note in page["stages"][3]["notes"])
+    assert any("is this normal? the size is, but there is a fault" in note for note in page["stages"][3]["notes"])
