@@ -87,8 +87,10 @@ class Arbiter:
         def off(side: Spoken) -> Judged:
             inputs, output = side
             wanted = made_by.formula([inputs(one) for one in made_by.inputs], weights, segments)
-            wanted = wanted.reshape(len(wanted), -1)
-            said = output.detach().double().reshape(len(output), -1)[:, : wanted.shape[1]]  # but for rows that pad the vocabulary
+            # every token of every expert is a row of the noise
+            tokens = len(tolerance.noise.rows) if tolerance.noise else len(wanted)
+            wanted = wanted.reshape(tokens, -1)
+            said = output.detach().double().reshape(tokens, -1)[:, : wanted.shape[1]]  # but for rows that pad the vocabulary
             return judged(key, wanted, said, measure(wanted, said), tolerance)
 
         return Opinion(off(reference), off(candidate))
