@@ -54,7 +54,7 @@ class Opinion:
         return {
             "candidate": f"Its formula, written out in float64, sides with the candidate ({sizes}).",
             "reference": f"Its formula, written out in float64, sides with the reference ({sizes}).",
-            "both": f"Both sides follow its formula, written out in float64, on their own inputs ({sizes}): the difference came in from before.",
+            "both": f"Both sides follow its formula, written out in float64, on their own inputs ({sizes}): the difference came in from before, within what is allowed there.",
             "neither": f"Neither side follows its formula, written out in float64 ({sizes}): both are wrong, or it is not this model's.",
         }[self.sides_with]
 

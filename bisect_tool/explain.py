@@ -106,7 +106,7 @@ def _duplicate(detail: Mapping[str, Any], first: Finding) -> tuple[str, str]:
         what = "row" if detail["axis"] == 0 or first.site.module == "experts" else "column"
         if isinstance(detail["map"], str):
             return (
-                f"{what}s repeat each other, {detail['wrong']} of {detail['of']} are wrong; {what} i holds {detail['map'].replace('e', 'i')}",
+                f"{what}s repeat each other, {detail['wrong']} of {detail['of']} are wrong; {what} i holds {what} i mod {detail['modulus']}",
                 AGAIN,
             )
         moved = [f"{what} {i} holds the reference's {what} {j}" for i, j in enumerate(detail["map"]) if i != j]

@@ -119,7 +119,7 @@ def order_of(mapped: Sequence[int], axis: int, ways: Sequence[int]) -> Change | 
         return Change("halves-swapped", {"axis": axis}, apply, "exchange the two halves, compare every byte", control)
     if len(set(mapped)) < count:
         modulus = next((m for m in range(1, count) if all(j == i % m for i, j in enumerate(mapped))), None)
-        text = f"{word[:-1]} i holds {word[:-1]} i mod {modulus}" if modulus else f"{word} repeat each other"
+        text = f"{word[:-1]} i holds {word[:-1]} {'i mod ' + str(modulus) if modulus else 'map[i]'}"
         detail = {"axis": axis, "map": f"e mod {modulus}" if modulus else list(mapped), "modulus": modulus, "wrong": wrong, "of": count}
         return Change("duplicate", detail, apply, f"apply '{text}' to the reference, compare every byte", control)
     experiment = f"put the reference's {word} in the order of the map, compare every byte"

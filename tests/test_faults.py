@@ -163,6 +163,17 @@ def test_how_attention_is_packed_is_said_only_where_it_is(site: str, axis: int, 
     assert ("Megatron packs" in do) == advised
 
 
+def test_rows_that_hold_others_are_named_and_the_map_is_not_printed() -> None:
+    mapped = list(range(500))
+    mapped[40:45] = [41, 42, 43, 44, 45]
+    order = {"axis": 0, "map": mapped, "modulus": None, "wrong": 5, "of": 500}
+    text, _ = told(finding("embedding", Relation("duplicate", order)))
+    named = "; ".join(f"row {i} holds the reference's row {i + 1}" for i in (40, 41, 42))
+    assert text == f"{named}, and 2 more (5 of 500 are wrong)."
+    text, _ = told(finding("embedding", Relation("duplicate", order | {"map": "e mod 125", "modulus": 125, "wrong": 375})))
+    assert text == "rows repeat each other, 375 of 500 are wrong; row i holds row i mod 125."
+
+
 def test_an_order_says_which_rows_of_which_experts_are_in_it() -> None:
     order = {"axis": 1, "unit": 1, "map": [*range(40)[::-1], *range(40, 80)], "experts": [13], "wrong": 1, "of": 16}
     text, _ = told(finding("layers.5.experts.fc1", Relation("permutation", order)))
