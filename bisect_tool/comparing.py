@@ -138,7 +138,7 @@ class Comparison:
         if one.difference is not None and one.difference.nonfinite:
             said = f"{one.difference.nonfinite} numbers are not finite on one side only"
         else:
-            said = f"{size:.2g} relative rms where {one.tolerance.relative_rms:.2g} is allowed"
+            said = one.tripped or f"{size:.2g} relative rms where {one.tolerance.relative_rms:.2g} is allowed"
         confined = shape.kind not in ("everywhere", "scattered")
         text = f"Drift made at {site} {at if at.startswith('(') else f'on {at}'}: {said}{f'; {shape.text}' if confined else ''}."
         before = sorted(self.run.sources(site, found), key=parse_site)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -36,6 +37,7 @@ from bisect_tool.prompts import Batch
 from bisect_tool.recording import Recording
 from bisect_tool.reference import base_grafts, routed_alike, said_of
 from bisect_tool.routing import rule_deltas
+from bisect_tool.shapes import token_errors
 from bisect_tool.spilled import Spilled
 
 SEED = 20260423
@@ -50,20 +52,32 @@ def tolerance_of(recording: Recording, key: str, *, free: bool = False) -> Toler
     if ".dispatch:" in key or key.endswith(".topk"):
         return Tolerance(0.0, "exact: judged by the candidate's own routing")
     floor = (recording.provenance.free_floor if free else recording.provenance.floor).get(key, 0.0)
-    return Tolerance(MARGIN * floor, SOURCE, None if free else recording.noise(key))
+    if free:
+        return Tolerance(MARGIN * floor, SOURCE, token=recording.provenance.free_tokens.get(key, 0.0))
+    return Tolerance(MARGIN * floor, SOURCE, recording.noise(key))
 
 
 Floors = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """By key: how far the reference is from itself as a whole, grafted and free; its worst token, free; its noise by row and column."""
+
+    floor: Floors
+    free_floor: Floors
+    free_tokens: Floors
+    noises: dict[str, Noise]
+
+
 Evaluate = Callable[[Batch, Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]
 Nudge = Callable[[torch.Tensor], torch.Tensor]
 
 
-def measured(
-    reference: Reference, batch: Batch, said: Spilled, probes: Mapping[str, torch.Tensor], folder: Path
-) -> tuple[Floors, Floors, dict[str, Noise]]:
-    """(floor, free floor, noise by row and column) of every key; differences wait on disk in `folder`."""
+def measured(reference: Reference, batch: Batch, said: Spilled, probes: Mapping[str, torch.Tensor], folder: Path) -> Measured:
+    """The reference's noise; differences wait on disk in `folder`."""
     least = torch.finfo(reference.dtype).eps / 2
-    floor, free = dict.fromkeys(said, least), dict.fromkeys(said, least)
+    floor, free, tokens = dict.fromkeys(said, least), dict.fromkeys(said, least), dict.fromkeys(said, 0.0)
     deltas: list[Spilled] = []
     parts = [part for _, part in batch.parts()]
     cut_loose = base_grafts(reference.dims)
@@ -80,6 +94,8 @@ def measured(
             for key, keep in compared.items():
                 if bool(keep.any()):
                     sums.setdefault(key, Sums()).add(before[key][keep], again[key][keep])
+                    if not grafted:
+                        tokens[key] = max(tokens[key], _worst_token(before[key][keep], again[key][keep], least))
             if spilled is not None:
                 # noise needs few digits
                 spilled.add(
@@ -127,7 +143,14 @@ def measured(
     layers: dict[str, list[Noise]] = {}
     for key, one in noises.items():
         layers.setdefault(_anywhere(key), []).append(one)
-    return floor, free, {key: one.usual(layers[_anywhere(key)]) for key, one in noises.items()}
+    return Measured(floor, free, tokens, {key: one.usual(layers[_anywhere(key)]) for key, one in noises.items()})
+
+
+def _worst_token(before: torch.Tensor, again: torch.Tensor, least: float) -> float:
+    """How far off the worst token [t f] is, and no less than half a unit in the last place of the largest, in units of the usual one."""
+    sizes = before.double().reshape(len(before), -1).norm(dim=-1)
+    usual = float(sizes.square().mean().sqrt())
+    return max(float(token_errors(before, again).max()), least * float(sizes.max()) / usual if usual else 0.0)
 
 
 def _anywhere(key: str) -> str:

@@ -24,7 +24,7 @@ from bisect_tool.flow import EDGES, MIXED, site_name, word
 from bisect_tool.forward import PROBED, Judged
 from bisect_tool.judge import Tolerance, Verdict, judge
 from bisect_tool.measure import measure
-from bisect_tool.noise import MARGIN
+from bisect_tool.noise import MARGIN, Extreme
 from bisect_tool.recording import UNHEARD, Recording, in_order, kind_of
 from bisect_tool.shapes import token_errors
 
@@ -203,7 +203,10 @@ class FreeRun:
             difference = measure(reference[found.alive], candidate[found.alive])
         except BisectError as error:
             return Judged(key, Verdict.INCOMPARABLE, None, tolerance, error.message)
-        return Judged(key, judge(difference, tolerance), difference, tolerance)
+        verdict, worst = judge(difference, tolerance), _worst_token(reference, candidate, tolerance, found.alive)
+        if verdict is Verdict.AGREES and any(one.ratio > 1 for one in worst):
+            verdict = Verdict.DIFFERS
+        return Judged(key, verdict, difference, tolerance, extremes=worst)
 
     def _route(self, layer: int, found: Free) -> None:
         """Judges the choice by the candidate's own logits, and drops tokens behind a choice that differs."""
@@ -298,6 +301,14 @@ def follows(chosen: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     least = logits.masked_fill(~picked, math.inf).amin(-1)
     most = logits.masked_fill(picked, -math.inf).amax(-1)
     return least >= most - 2 * torch.finfo(torch.float32).eps * most.abs()
+
+
+def _worst_token(reference: torch.Tensor, candidate: torch.Tensor, tolerance: Tolerance, alive: torch.Tensor) -> tuple[Extreme, ...]:
+    """One wrong token of many is small beside all of them: in units of the worst that the reference's own free run has."""
+    errors = token_errors(reference, candidate).masked_fill(~alive, 0.0)
+    if not tolerance.token or not bool(errors.isfinite().all()):
+        return ()
+    return (Extreme("row", int(errors.argmax()), float(errors.max()) / tolerance.token, MARGIN),)
 
 
 def unwritten(tensor: torch.Tensor) -> torch.Tensor:

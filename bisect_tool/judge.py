@@ -21,11 +21,15 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How far apart may be, and who says so; where rows and columns are judged by themselves, by which noise."""
+    """How far apart may be, and who says so; where rows and columns are judged by themselves, by which noise.
+
+    token  how far off the worst token of a re-evaluation is, in units of the usual token; 0 where nobody measured it
+    """
 
     relative_rms: float
     source: str
     noise: Noise | None = field(default=None, compare=False, repr=False)
+    token: float = 0.0
 
     def of_rows(self, index: torch.Tensor) -> Tolerance:
         """For some rows only."""

@@ -45,6 +45,7 @@ class Provenance:
     fingerprint        tells the weights of a reference from others
     replica_difference relative rms between replicas, for keys where they were not bit-equal
     floor, free_floor  relative rms a re-evaluation of the same function differs by (grafted, free-running), by key
+    free_tokens        how far off the worst token of a free re-evaluation is, in units of the usual token, by key
     worst              the largest a row, a column and the scale of a re-evaluation are, in units of the noise kept in noise.safetensors;
                        and the factor that rounding one constant makes
     positions          position of each token of each row, where it was recorded
@@ -70,6 +71,7 @@ class Provenance:
     replica_difference: Mapping[str, float] = field(default_factory=dict)
     floor: Mapping[str, float] = field(default_factory=dict)
     free_floor: Mapping[str, float] = field(default_factory=dict)
+    free_tokens: Mapping[str, float] = field(default_factory=dict)
     worst: Mapping[str, tuple[float, float, float, float]] = field(default_factory=dict)
     positions: tuple[tuple[int, ...], ...] = ()
     packed: Mapping[str, Any] = field(default_factory=dict)

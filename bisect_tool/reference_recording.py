@@ -34,11 +34,11 @@ def record_reference(wanted: Wanted, reference: Reference, batch: Batch, out: Pa
             said.add(said_of(reference, part))
         _check_finite(reference, said)
         probes = probe_all(reference, said)
-        floor, free_floor, noises = measured(reference, batch, said, probes, Path(folder))
+        own = measured(reference, batch, said, probes, Path(folder))
         everything = ChainMap(probes, said)  # type: ignore[arg-type]
         for group, keys in by_group([*said, *probes]).items():
             writer.add(group, {key: everything[key].cpu() for key in keys})
-        writer.add_noise(noises)
+        writer.add_noise(own.noises)
         writer.close(
             Provenance(
                 side="reference",
@@ -49,9 +49,10 @@ def record_reference(wanted: Wanted, reference: Reference, batch: Batch, out: Pa
                 layout=wanted.layout,
                 versions={"torch": torch.__version__, "transformers": VERSION},
                 device=str(reference.device),
-                floor=floor,
-                free_floor=free_floor,
-                worst={key: found.worst for key, found in noises.items()},
+                floor=own.floor,
+                free_floor=own.free_floor,
+                free_tokens=own.free_tokens,
+                worst={key: found.worst for key, found in own.noises.items()},
                 fingerprint=wanted.directory.fingerprint,
                 rounded=wanted.rounding.shown,
             )

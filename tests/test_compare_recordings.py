@@ -28,6 +28,7 @@ from bisect_tool.checkpoint import open_checkpoint
 from bisect_tool.comparing import compare
 from bisect_tool.free import FreeRun
 from bisect_tool.hf_directory import open_hf
+from bisect_tool.noise import MARGIN
 from bisect_tool.prompts import Batch
 from bisect_tool.recording import Recording
 from bisect_tool.reference import Wanted
@@ -230,6 +231,23 @@ def edited(folder: Path, key: str, change: Callable[[torch.Tensor], None]) -> Pa
     change(said[key])
     save_file(said, other / GOLDEN.files[key])
     return other
+
+
+def test_one_wrong_token_that_is_small_beside_all_of_them_is_found(tmp_path: Path) -> None:
+    key = "layers.3.attention.core"
+    allowed = FreeRun(GOLDEN, GOLDEN, torch.arange(GOLDEN.batch.tokens)).tolerance(key)
+
+    def one(core: torch.Tensor) -> None:
+        typical = core.square().sum(-1).mean().sqrt()
+        core[50] += 1.5 * MARGIN * allowed.token * typical / core.shape[1] ** 0.5
+
+    page = judged(GOLDEN.path, edited(tmp_path, key, one))
+    fault = only_fault(page)
+    assert (fault["class"], fault["site"]) == ("model-definition", key)
+    assert fault["difference"]["relative_rms"] < allowed.relative_rms
+    assert "worst token 50: 12 x its noise, 8 allowed" in fault["explanation"]
+    row, position = GOLDEN.batch.where(50)
+    assert fault["shape"]["text"].endswith(f"token {position}")
 
 
 def test_a_recording_whose_embedding_saw_other_ids_than_its_rows_hold_is_not_compared(tmp_path: Path) -> None:
