@@ -79,11 +79,13 @@ def norms(gated: Callable[[Place], bool]) -> Verdicts:
 
 
 def epsilon(at: Place) -> Verdict:
-    """1e-5 instead of 1e-6: in bf16 only the gated norms of linear attention, and the first norm, are small enough to show it."""
+    """1e-5 instead of 1e-6: in bf16 only the gated norms of linear attention are small enough to show it.
+
+    It makes the first norm smaller by 0.39 %, and as much is what rounding one constant may make.
+    """
     if at.dtype == "fp32":
         return norms(lambda _: True)(at)
-    modules = ["input_norm", "linear_attention"]
-    return fault("model-definition", LINEAR, "input_norm", ["gated_norm"], "config", "run", modules, **at.dense(LINEAR))
+    return fault("model-definition", LINEAR, "linear_attention", ["gated_norm"], "config", "run", None, **at.dense(LINEAR))
 
 
 def regrouped(at: Place) -> Verdict:
