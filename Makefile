@@ -26,7 +26,7 @@ $(STAMP): pyproject.toml constraints.txt
 run: install  ## install, then climb the ladder on the embedded tiny model
 	$(BIN)/bisect-tool run --prompts golden/prompts.jsonl
 
-test: install  ## all tests but the wide ones (about 6 minutes on 2 cores)
+test: install  ## all tests but the wide ones (6 to 10 minutes on 2 cores)
 	$(BIN)/python -m pytest -m "not wide" -n 2 --dist loadfile
 
 unit: install  ## tests that start no ranks

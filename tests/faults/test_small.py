@@ -17,7 +17,8 @@ from workshop import REFERENCE, Workshop, judge, verdict_of
 from bisect_tool.__main__ import run
 from bisect_tool.conversion import convert
 
-pytestmark = pytest.mark.ranks
+# `make wide` runs these: with them `make test` is near CI's 15 minutes on a slow day
+pytestmark = [pytest.mark.ranks, pytest.mark.wide]
 LOUD = 17
 
 # one line each, run in the built candidate's memory: the files are right, so the class is the definition's
