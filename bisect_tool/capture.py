@@ -25,10 +25,11 @@ def heard_otherwise(*recordings: Recording) -> Mismatch | None:
         if "tokens" not in recording:
             continue
         asked = torch.tensor([token for row in recording.provenance.rows for token in row])
-        wrong = (recording["tokens"].reshape(-1).long() != asked).nonzero().flatten()
+        heard = recording["tokens"].double().reshape(len(asked), -1)
+        wrong = (heard != asked[:, None]).any(-1).nonzero().flatten()
         if len(wrong):
             row, at = recording.batch.where(int(wrong[0]))
-            seen, told = int(recording["tokens"].reshape(-1)[wrong[0]]), int(asked[wrong[0]])
+            seen, told = f"{float(heard[wrong[0], 0]):.15g}", int(asked[wrong[0]])
             return Mismatch(
                 f"the embedding of {recording.path} saw other ids than its rows hold, at {counted(len(wrong), 'token', of=len(asked))}: first "
                 f"at row {row}, position {at}, {seen} for {told}",
